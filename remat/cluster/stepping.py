@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from remat.cluster.model_part import TARGET, ModelPart
 from remat.cluster.pipeline_replay import StageCosts, replay_pipeline
 from remat.cluster.replayed_plan import torch_order
+from remat.graph_capture.errors import RematError, RewriteError, SignatureError
+from remat.graph_capture.torch_private.core import pytree
 from remat.rewriter.graphs.backward_parts import SplitBytes
 from remat.rewriter.user_module.module import RematModule
 
@@ -28,10 +33,11 @@ _ReceiveInfos = Mapping[int, Sequence[Any]]
 class RingStage(PipelineStage):
     """A `PipelineStage` whose microbatches share receive buffers.
 
-    Buffers are 0 for one a microbatch. `split` : by path of each block whose gradients of weights
-    are made apart, what it has live.
+    Buffers are 0 for one a microbatch. `border` : what stages pass on, on the meta device.
+    `split` : by path of each block whose gradients of weights are made apart, what it has live.
     """
 
+    border: Tensor
     input_buffers: int = 0
     gradient_buffers: int = 0
     split: Mapping[str, SplitBytes] = MappingProxyType({})
@@ -59,6 +65,34 @@ class RingStage(PipelineStage):
         for module in self.submod.modules():
             if isinstance(module, RematModule):
                 module._remat_guards.unsharded_parameters.note_sharded()
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward_one_chunk(*args, **kwargs)
+        except RuntimeError as error:
+            # Torch's own error says where, and hides what to do.
+            raise error.__cause__ if isinstance(error.__cause__, RematError) else error from None
+
+    def received(self, passed: dict[int, Tensor]) -> Tensor:
+        """In an evaluation: what the stage before has made, which may be on this rank."""
+        if self.stage_index in passed:
+            return passed.pop(self.stage_index)
+        found = torch.empty_like(self.border, device=self.device)
+        dist.recv(found, self._rank_of(self.stage_index - 1), self.group)
+        return found
+
+    def hand_on(self, made: Tensor, passed: dict[int, Tensor]) -> list[tuple[Any, Tensor]]:
+        """In an evaluation: to the next stage; each message is to be held until it is there."""
+        following = self._rank_of(self.stage_index + 1)
+        if following == dist.get_rank():
+            passed[self.stage_index + 1] = made
+            return []
+        made = made.contiguous()
+        return [(dist.isend(made, following, self.group), made)]
+
+    def _rank_of(self, stage: int) -> int:
+        rank = self.stage_index_to_group_rank[stage]
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     @property
     def received_bytes(self) -> int:
@@ -142,54 +176,203 @@ def _spans(
         yield first, last
 
 
+def reshard(module: nn.Module) -> None:
+    """Give up what `fully_shard` has gathered and no backward will."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()
+
+
+_Losses = list[Tensor] | None
+
+
+class _OfMean(torch.autograd.Function):
+    """A loss whose gradients are those of its part in a mean over microbatches."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, microbatches: int) -> Tensor:
+        ctx.microbatches = microbatches
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.microbatches, None
+
+
+def of_mean(loss: Tensor, microbatches: int) -> Tensor:
+    """A microbatch's loss to run backward of.
+
+    What is in ``.grad`` already, of an earlier step, is not divided: torch's schedules would
+    divide the sum.
+    """
+    return _OfMean.apply(loss, microbatches)  # pyright: ignore[reportReturnType]
+
+
+class Batches:
+    """Whole batches of a step, split into `count` microbatches like the planned ones."""
+
+    def __init__(self, args: tuple[Any, ...], target: Any, count: int) -> None:
+        self._planned, self.count = {"args": _shapes_of(args), "target": _shapes_of(target)}, count
+
+    def split(self, args: tuple[Any, ...], target: Any) -> tuple[list[Any], list[Any]]:
+        """Arguments and targets of each microbatch; `SignatureError` for a batch unlike these."""
+        self.require(args, target)
+        return _chunks(args, self.count), _chunks(target, self.count)
+
+    def require(self, args: tuple[Any, ...], target: Any) -> None:
+        """Each of the two may be left out, as ranks do that lack that end of the model."""
+        for name, given in (("args", args), ("target", target)):
+            planned, found = self._planned[name], _shapes_of(given)
+            wanted = [(n * self.count, *rest) for n, *rest in planned]
+            if found and planned and found != wanted:
+                raise SignatureError(
+                    "drop or pad the last batch (DataLoader(drop_last=True)), or plan again for "
+                    f"other batches: a step has {self.count} microbatches, so {name} of "
+                    f"{wanted}, and is given {found}"
+                )
+
+
+def _shapes_of(batch: Any) -> list[tuple[int, ...]]:
+    leaves = pytree.tree_leaves(batch)
+    return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+def _chunks(batch: Any, count: int) -> list[Any]:
+    """As torch's schedules split it: tensors along their first dimension."""
+    leaves, spec = pytree.tree_flatten(batch)
+    split = [
+        leaf.tensor_split(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([one[i] for one in split], spec) for i in range(count)]
+
+
+class OfLoss:
+    """Parameters of the loss, which no `fully_shard` holds: gradients are means over `groups`."""
+
+    def __init__(self, parameters: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> None:
+        self._parameters = tuple(parameters) if groups else ()
+        self._groups = groups
+
+    @contextlib.contextmanager
+    def averaged(self) -> Generator[None]:
+        """Of the gradients that come meanwhile; older ones are on all ranks already."""
+        older = [p.grad for p in self._parameters]
+        for p in self._parameters:
+            p.grad = None
+        try:
+            yield
+            for p in self._parameters:
+                p.grad = self._mean(torch.zeros_like(p) if p.grad is None else p.grad)
+        finally:
+            for p, before in zip(self._parameters, older, strict=True):
+                p.grad = before if p.grad is None else p.grad if before is None else before + p.grad
+
+    def _mean(self, own: Tensor) -> Tensor:
+        for group in self._groups:
+            dist.all_reduce(own, group=group)
+        return own / math.prod(dist.get_world_size(group) for group in self._groups)
+
+
+def _require_gradients() -> None:
+    if not torch.is_grad_enabled():
+        raise RewriteError(
+            "call schedule.eval(x, target=y, losses=losses) for losses alone, or leave "
+            "torch.no_grad() before schedule.step: a step computes gradients, which are off here"
+        )
+
+
 class PipelineStep:
     """A schedule of torch's, with the loss inside of the last stage."""
 
-    def __init__(self, torch_schedule: Any, stages: Sequence[RingStage]) -> None:
+    def __init__(
+        self, torch_schedule: Any, stages: Sequence[RingStage], batches: Batches, of_loss: OfLoss
+    ) -> None:
         self.torch_schedule, self.stages = torch_schedule, tuple(stages)
+        self._batches, self._of_loss = batches, of_loss
 
-    def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
-        """Leave the mean gradients of the batch in ``.grad``.
+    def step(self, *args: Any, target: Any = None, losses: _Losses = None) -> None:
+        """Add the mean gradients of the batch to ``.grad``.
 
         Parameters
         ----------
         args : of the model, on the rank of the first stage: tensors of [batch, ...].
         target : on the rank of the last stage. losses : gets each microbatch's loss there.
         """
+        _require_gradients()
+        self._batches.require(args, target)
         is_first = any(stage.is_first for stage in self.stages)
         given: dict[str, Any] = {}
         if any(stage.is_last for stage in self.stages):
             # Torch splits a target in any case; the loss that is computed has read its own.
-            split = torch.empty(self.torch_schedule._n_microbatches) if target is None else target
-            given = {"target": split, "losses": losses}
+            given = {"target": torch.empty(self._batches.count), "losses": losses}
             given |= {} if target is None else {TARGET: target}
         # The schedule would keep each result of the last stage until the step ends.
-        self.torch_schedule.step(*(args if is_first else ()), return_outputs=False, **given)
+        with self._of_loss.averaged():
+            self.torch_schedule.step(*(args if is_first else ()), return_outputs=False, **given)
+        self._require_same_calls()
+
+    def _require_same_calls(self) -> None:
+        for stage in self.stages:
+            assert isinstance(stage.submod, ModelPart)
+            stage.submod.require_same_calls(stage.group)
+
+    def eval(self, *args: Any, target: Any = None, losses: _Losses = None) -> None:
+        """Losses of a batch as of `step`, without gradients, in the modes that modules have."""
+        chunks, targets = self._batches.split(args, target)
+        # Torch's own would make receive buffers anew, and fails where a rank has both ends.
+        passed: dict[int, Tensor] = {}
+        sent: list[Any] = []
+        with torch.no_grad():
+            for chunk, one in zip(chunks, targets, strict=True):
+                for stage in self.stages:
+                    given = chunk if stage.is_first else (stage.received(passed),)
+                    found = stage.submod(*given, **({TARGET: one} if stage.is_last else {}))
+                    if not stage.is_last:
+                        sent += stage.hand_on(found, passed)
+                    elif losses is not None:
+                        losses.append(found)
+        for work, _ in sent:
+            work.wait()
+        self._require_same_calls()
 
 
 class PlainStep:
     """Microbatches one after another, on a rank that has the whole model."""
 
-    def __init__(self, module: ModelPart, microbatches: int, *, reduce_each: bool) -> None:
-        self.module, self.microbatches, self.reduce_each = module, microbatches, reduce_each
+    def __init__(
+        self, module: ModelPart, batches: Batches, of_loss: OfLoss, *, reduce_each: bool
+    ) -> None:
+        self.module, self.reduce_each = module, reduce_each
+        self._batches, self._of_loss = batches, of_loss
 
-    def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
+    def step(self, *args: Any, target: Any = None, losses: _Losses = None) -> None:
         """As of `PipelineStep`."""
-        parts = [torch.tensor_split(arg, self.microbatches) for arg in args]
-        targets = [None] * self.microbatches if target is None else (
-            torch.tensor_split(target, self.microbatches)
-        )  # fmt: skip
-        for i, one in enumerate(targets):
-            if isinstance(self.module, FSDPModule):
-                is_last = i == self.microbatches - 1
-                # Once a step, or after each microbatch, as the plan holds gradients.
-                self.module.set_requires_gradient_sync(self.reduce_each or is_last)
-                self.module.set_is_last_backward(is_last)
-            loss = self.module(*(part[i] for part in parts), **{TARGET: one})
-            loss.backward()
-            if losses is not None:
-                losses.append(loss.detach())
-        # The mean over microbatches, as torch's schedules make it.
-        for parameter in self.module.parameters() if self.microbatches > 1 else ():
-            if parameter.grad is not None:
-                parameter.grad.div_(self.microbatches)
+        _require_gradients()
+        chunks, targets = self._batches.split(args, target)
+        # Of a forward that no backward has followed, weights would be old ones.
+        reshard(self.module)
+        with self._of_loss.averaged():
+            for i, (chunk, one) in enumerate(zip(chunks, targets, strict=True)):
+                self._prepare(is_last=i == self._batches.count - 1)
+                loss = self.module(*chunk, **{TARGET: one})
+                of_mean(loss, self._batches.count).backward()
+                if losses is not None:
+                    losses.append(loss.detach())
+        self.module.require_same_calls()
+
+    def _prepare(self, *, is_last: bool) -> None:
+        if isinstance(self.module, FSDPModule):
+            # Once a step, or after each microbatch, as the plan holds gradients.
+            self.module.set_requires_gradient_sync(self.reduce_each or is_last)
+            self.module.set_is_last_backward(is_last)
+
+    def eval(self, *args: Any, target: Any = None, losses: _Losses = None) -> None:
+        """As of `PipelineStep`."""
+        chunks, targets = self._batches.split(args, target)
+        with torch.no_grad():
+            for chunk, one in zip(chunks, targets, strict=True):
+                loss = self.module(*chunk, **{TARGET: one})
+                if losses is not None:
+                    losses.append(loss)
+        self.module.require_same_calls()

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from remat.cluster.apply.whole_chain import Materialize, layers_of_stages
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan, require_world
-from remat.cluster.stepping import forwards_open, stages_of_rank
+from remat.cluster.stepping import forwards_open, reshard, stages_of_rank
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.files import read_contents
@@ -131,6 +131,14 @@ def shard_over_data_ranks(
     for block in blocks:
         fully_shard(block, **how)
     fully_shard(part, **how)
+    part.register_forward_hook(_reshard_without_backward)
+
+
+def _reshard_without_backward(part: nn.Module, *_: Any) -> None:
+    # An evaluation would leave weights whole: a step would read them after an update, and
+    # `zero_grad` would not find the gradients of the shards.
+    if not torch.is_grad_enabled():
+        reshard(part)
 
 
 @dataclass(frozen=True)
@@ -178,12 +186,28 @@ class Applied:
         return self.mesh[CP].size() > 1
 
     @property
+    def data_groups(self) -> list[Any]:
+        """Of ranks that have other tokens, in turn."""
+        of_data = (self.mesh[name] for name in (_REPLICATE, _SHARD, CP))
+        return [mesh.get_group() for mesh in of_data if mesh.size() > 1]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank runs all of the model's forward, on all tokens of its batch."""
+        return self.mesh[PP].size() == 1 and not self.shares_tokens
+
+    @property
     def cast(self) -> Sharding:
         dtype = None if self.mp_policy is None else self.mp_policy.param_dtype
         if dtype is None:
             return NO_SHARDING
         # As plans for sharded models name the dtype of computations.
         return Sharding("fsdp2", 2, param_dtype=str(dtype).removeprefix("torch."))
+
+    @property
+    def cast_of_blocks(self) -> Sharding:
+        is_cast = self.mp_policy is not None and self.mp_policy.cast_forward_inputs
+        return self.cast if is_cast else NO_SHARDING
 
     @property
     def widening(self) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from remat.cluster.apply.cluster_mesh import CP, DIMENSIONS, Applied
+from remat.cluster.apply.loss_over_ranks import require_summed_loss
 from remat.cluster.capture.rank_graph import SEQUENCE
 from remat.cluster.capture.watching import (
     WAY_OUT,
@@ -23,6 +24,7 @@ from remat.cluster.model_part import (
     Arrival,
     Before,
     Behind,
+    OwnLoss,
     SequencePart,
     arrival_of,
     cut_dimension,
@@ -190,11 +192,13 @@ def _evaluating(block: nn.Module) -> AbstractContextManager[None]:
 class FirstCall:
     """The first block's call, with this rank's tokens; `cut` as in `require_token_local_block`.
 
+    `made` : as `before` makes it, with other arguments not cut to these tokens.
     `times_border` : how many times the border's bytes are made before it is cut to these tokens.
     """
 
     before: Callable[..., Arrival]
     given: Arrival
+    made: Arrival
     cut: dict[int, int] = field(default_factory=dict[int, int])
     times_border: int = 1
 
@@ -216,7 +220,7 @@ def with_own_loss(asked: Applied) -> Applied:
                 f"pass [batch, {part.seq}, ...] on all ranks, or {WAY_OUT}: {what} has a tensor "
                 f"of {list(wrong.shape)}, and context parallel ranks cut each along its tokens"
             )
-    return replace(asked, loss_fn=part.loss(asked.loss_fn))
+    return replace(asked, loss_fn=OwnLoss(part, asked.loss_fn))
 
 
 def first_call(
@@ -245,13 +249,6 @@ def first_call(
         )
     cut: dict[int, int] = {}
 
-    def of_rank(*batch: Any) -> Arrival:
-        if not reads_all:
-            return before(*part.of(batch))
-        found = before(*batch)
-        # Stages have the other arguments, already cut.
-        return Arrival(part.along(found.border, SEQUENCE), found.args_, found.kwargs)
-
     def own_part(at: Any, of_all: Any, of_part: Any) -> Any:
         dim = cut_dimension(of_all, of_part, part, pytree.keystr(at))
         if dim is None:
@@ -264,7 +261,25 @@ def first_call(
     named = pytree.tree_map_with_path(own_part, *both)
     with torch.no_grad():
         border = part.along(whole.border, SEQUENCE) if reads_all else own.border
-    return FirstCall(of_rank, Arrival(border, *named), cut, part.count if reads_all else 1)
+    of_rank = _BeforeOfRank(before, part, reads_all=reads_all)
+    times = part.count if reads_all else 1
+    return FirstCall(of_rank, Arrival(border, *named), whole if reads_all else own, cut, times)
+
+
+@dataclass(frozen=True)
+class _BeforeOfRank:
+    """What runs before the blocks, on the rank's own tokens where it treats each by itself."""
+
+    before: Before
+    part: SequencePart
+    reads_all: bool
+
+    def __call__(self, *batch: Any) -> Arrival:
+        if not self.reads_all:
+            return self.before(*self.part.of(batch))
+        found = self.before(*batch)
+        border = self.part.along(found.border, SEQUENCE)
+        return Arrival(border, found.args_, found.kwargs)
 
 
 def blocks_over_ranks(
@@ -294,10 +309,16 @@ def _own_group(groups: Tensor) -> Any:
 
 
 def require_own_loss(behind: Behind, given: Arrival, asked: Applied, part: SequencePart) -> None:
+    target = part.of(asked.target)
     require_token_local_loss(
         lambda border, target: apply_loss(asked.loss_fn, behind(border), target), given.border,
-        part.of(asked.target), replace(part, seq=part.seq // part.count).counts_tokens,
+        target, replace(part, seq=part.seq // part.count).counts_tokens,
     )  # fmt: skip
+    border = drawn_like(given.border, 1)
+    with torch.no_grad():
+        result = behind(border)
+    assert isinstance(asked.loss_fn, OwnLoss)
+    require_summed_loss(asked.loss_fn, result, target, len(border))
 
 
 def _over(block: nn.Module, groups: Sequence[Any]) -> nn.Module:

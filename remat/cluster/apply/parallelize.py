@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -105,15 +105,20 @@ def _check_schedule(plan: ClusterFile, name: str) -> None:
 
 def _runner_of(parts: RankParts) -> stepping.PipelineStep | stepping.PlainStep:
     plan, name = parts.asked.plan, parts.asked.schedule
+    batches = stepping.Batches(parts.asked.args, parts.asked.target, plan.microbatches)
+    of_loss = stepping.OfLoss(list(parts.of_loss.values()), parts.asked.data_groups)
     if parts.asked.mesh[PP].size() == 1:
         each = plan.gradients == "each"
-        return stepping.PlainStep(parts.modules[0], plan.microbatches, reduce_each=each)
+        return stepping.PlainStep(parts.modules[0], batches, of_loss, reduce_each=each)
     stages = [_stage_of_torch(parts, i) for i in range(len(parts.modules))]
     kind: Any = get_schedule_class(name)
     is_one = name in ONE_STAGE
     given = stages[0] if is_one else stages
-    # The last stage has computed its loss.
-    schedule = kind(given, n_microbatches=plan.microbatches, loss_fn=lambda loss, _: loss)
+    # The last stage has computed its loss; torch's own scale would be of older gradients too.
+    schedule = kind(
+        given, n_microbatches=plan.microbatches, scale_grads=False,
+        loss_fn=lambda loss, _: stepping.of_mean(loss, plan.microbatches),
+    )  # fmt: skip
     # Now that torch has the order of the step, it says how many buffers are in use at once.
     for stage in stages:
         at, m = stage.stage_index, plan.microbatches
@@ -124,7 +129,7 @@ def _runner_of(parts: RankParts) -> stepping.PipelineStep | stepping.PlainStep:
             keeps = name in stepping.ZERO_BUBBLE and stage.dw_builder is None
             rings = stepping.rings_of(actions, at, m, keeps_inputs=keeps)
         stage.input_buffers, stage.gradient_buffers = rings
-    return stepping.PipelineStep(schedule, stages)
+    return stepping.PipelineStep(schedule, stages, batches, of_loss)
 
 
 def _stage_of_torch(parts: RankParts, at: int) -> stepping.RingStage:
@@ -142,6 +147,7 @@ def _stage_of_torch(parts: RankParts, at: int) -> stepping.RingStage:
         output_args=(loss if index == stages - 1 else received,), group=asked.mesh.get_group(PP),
         dw_builder=None if split is None else split.dw_builder,
     )  # fmt: skip
+    made.border = torch.empty_like(border, device="meta")
     if split is not None:
         made.split = split.live
     return made
@@ -153,7 +159,8 @@ class ClusterPart:
 
     Attributes
     ----------
-    schedule : ``schedule.step(x, target=y)`` runs forward and backward of the rank's whole batch.
+    schedule : ``schedule.step(x, target=y)`` adds the gradients of the rank's whole batch, and
+        ``schedule.eval(x, target=y, losses=losses)`` has its losses alone, in training or not.
         With a pipeline it drives a schedule of `torch.distributed.pipelining`, which is
         ``schedule.torch_schedule``.
     modules : a module for each stage of this rank, under the names that the model has.
@@ -161,6 +168,7 @@ class ClusterPart:
         without optimizer states and the batch; None without a pipeline, where `remat.Sharding`
         predicts it. overhead : of recomputation, by path of the block.
     checks : what was compared before anything was trained, in words.
+    of_loss : parameters that the loss has of its own, where this rank computes it.
     """
 
     schedule: stepping.PipelineStep | stepping.PlainStep
@@ -168,19 +176,25 @@ class ClusterPart:
     peak_bytes: int | None
     overhead: dict[str, float]
     checks: tuple[str, ...]
+    of_loss: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Of all stages of this rank, for an optimizer."""
-        return [parameter for module in self.modules for parameter in module.parameters()]
+    def parameters(self) -> list[Tensor]:
+        """Of all stages of this rank and of its loss, for an optimizer."""
+        return [parameter for _, parameter in self.named_parameters()]
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The same with the names that they have in the model."""
-        return [named for module in self.modules for named in module.named_parameters()]
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The same with the names that they have in the model, or in `of_loss`."""
+        of_model = [named for module in self.modules for named in module.named_parameters()]
+        return [*of_model, *self.of_loss.items()]
 
     def zero_grad(self) -> None:
         """Let go of all gradients."""
         for module in self.modules:
+            # What a forward without a backward has gathered would hide the shards.
+            stepping.reshard(module)
             module.zero_grad()
+        for parameter in self.of_loss.values():
+            parameter.grad = None
 
 
 def parallelize(
@@ -213,8 +227,10 @@ def parallelize(
         parallel ranks are given the same whole sequences, [microbatch, seq, ...]; each takes its
         own tokens of them, and shares the heads of attention (DeepSpeed Ulysses, 2023,
         https://arxiv.org/abs/2309.14509).
-    loss_fn : the mean loss of a microbatch, of the model's result and the target. Gradients are
-        those of the mean over microbatches, data parallel ranks and context parallel ranks.
+    loss_fn : of the model's result and the target of a microbatch. Gradients are those of the mean
+        over microbatches and data parallel ranks, as one rank has it: sums and means that the loss
+        takes over tokens are over those of all context parallel ranks. Trained parameters of its
+        own are among those of the part.
     tp_plan : styles of `torch.distributed.tensor.parallel` by path in the model, such as
         ``{"layers.*.up": ColwiseParallel()}``; a plan with tensor parallel ranks needs it. The
         plan counts borders that are split along the sequence (`SequenceParallel`).
@@ -245,7 +261,8 @@ def parallelize(
         digest = hashlib.sha256(plan.to_json() + schedule.encode()).hexdigest()
         _require_same(ranks, "plan", digest)
         chain = whole_chain(model, plan, args, loss_fn, target)
-        _require_same(ranks, "model", values_digest({"": model}))
+        with_loss = {"": model, "loss_fn": nn.ParameterList(chain.of_loss.values())}
+        _require_same(ranks, "model", values_digest(with_loss))
         asked = Applied(
             plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name, materialize
         )
@@ -256,7 +273,7 @@ def parallelize(
     peak_bytes = (
         peak_of_rank(parts, made.stages) if isinstance(made, stepping.PipelineStep) else None
     )
-    return ClusterPart(made, parts.modules, peak_bytes, parts.overhead, parts.checks)
+    return ClusterPart(made, parts.modules, peak_bytes, parts.overhead, parts.checks, parts.of_loss)
 
 
 def _require_same(ranks: CollectiveCall, what: str, mine: str) -> None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from remat.checks import Batch, require_equal
+from remat.cluster.apply.given_numbers import GivenNumbers, traced_with_numbers
 from remat.cluster.capture.rank_graph import border_value, planned_graph
 from remat.cluster.model_part import Arrival, drawn_like
 from remat.cluster.parts import EqualBlocks, Limit, Part, PartOption, part_of
@@ -29,7 +30,7 @@ from remat.graph_capture.devices.known_devices import links_between_ranks
 from remat.graph_capture.distributed.collectives import is_collective_target
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
-from remat.graph_capture.tracing.trace import Trace, trace
+from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.rewriting import module_for
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
@@ -46,6 +47,7 @@ class _TracedBlock:
     graph: TrainingGraph
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    numbers: GivenNumbers
 
 
 @dataclass
@@ -71,6 +73,8 @@ class StageBlocks:
                 compared.add(key)
                 batch = Batch(one.args, one.kwargs, None, None, "none", False)
                 require_equal(one.module, fast, batch, None)
+            if one.numbers.names:
+                fast.register_forward_pre_hook(one.numbers.taken_out, with_kwargs=True)
         return made
 
 
@@ -87,13 +91,14 @@ def traced_blocks(
         is_trained = has_input_gradient or path != first_path
         args = drawn_like(given.border, 0).requires_grad_(is_trained), *given.args_
         try:
-            traced = trace(block, args, given.kwargs, optimizer="none", split="none")
+            one, traced, numbers = traced_with_numbers(block, args, given.kwargs)
         except CaptureError as error:
             raise CaptureError(f"block {path}: {error}").caused_by(error) from None
         # Times as planned, bytes as they are here.
         graph = with_own_sizes(model_costs(traced, plan.device, ranks=links), traced)
         graph = planned_graph(graph, border_value(traced))
-        found[path] = _TracedBlock(block, traced, graph, args, given.kwargs)
+        call = numbers.taken_out(one, args, given.kwargs)
+        found[path] = _TracedBlock(one, traced, graph, *call, numbers)
     return StageBlocks(found)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.cluster.apply.cluster_mesh import (
+    CP,
     TP,
     Applied,
     require_split_blocks,
@@ -28,6 +29,7 @@ from remat.cluster.apply.context_ranks import (
     tokens_of_rank,
     with_own_loss,
 )
+from remat.cluster.apply.loss_over_ranks import LossOverRanks
 from remat.cluster.apply.stage_blocks import (
     StageBlocks,
     choose,
@@ -41,15 +43,21 @@ from remat.cluster.model_part import (
     Arrival,
     Before,
     Behind,
+    Beside,
     ModelPart,
+    Numbers,
+    OwnLoss,
     StageRun,
+    WholeRun,
     arrival_of,
+    call_like,
     model_part,
 )
 from remat.cluster.plan_file import ClusterFile
 from remat.graph_capture.distributed.dtensors import inputs_cast, local_part, parameters_cast
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import CaptureError, PlanError
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.graphs.backward_parts import SplitBytes
 from remat.solver.policies.template import StoreAll
@@ -63,28 +71,38 @@ class _Cutter:
         self.tokens = tokens_of_rank(asked)
         blocks = list(chain.blocks.values())
         self.before = Before(chain.model, blocks[0])
-        own = self.tokens.of(args) if asked.shares_tokens else args
-        self.behind = Behind(chain.model, blocks, list(chain.behind.values()), own)
+        if not asked.is_whole:
+            own = self.tokens.of(args) if asked.shares_tokens else args
+            self.behind = Behind(chain.model, blocks, list(chain.behind.values()), own)
 
     def arrival(self) -> FirstCall:
         """What the first block is called with; `PlanError` where its border is not as planned."""
         path, model, before = next(iter(self.chain.blocks)), self.chain.model, self.before
         if self.asked.shares_tokens:
             found = first_call(before, model, self.args, self.tokens, path)
+        elif self.asked.is_whole:
+            given = call_like(before, self.args)
+            found = FirstCall(before, given, given)
         else:
-            found = FirstCall(before, arrival_of(before, model, self.args, path))
+            given = arrival_of(before, model, self.args, path)
+            found = FirstCall(before, given, given)
         _require_border(found.given, self.asked.plan)
-        return found
+        given = found.given
+        # `fully_shard` casts what each block is given, too.
+        beside = inputs_cast(given.args_, given.kwargs, self.asked.cast_of_blocks)
+        pairs = zip(*map(pytree.tree_leaves, ((given.args_, given.kwargs), beside)), strict=True)
+        cut = {id(now): found.cut[id(was)] for was, now in pairs if id(was) in found.cut}
+        return replace(found, given=Arrival(given.border, *beside), cut=cut)
 
     def try_behind(self, given: Arrival) -> None:
         """Run once what follows the last block; `CaptureError` where it needs the batch."""
-        if not self.asked.has_last:
+        if self.asked.is_whole or not self.asked.has_last:
             return
-        run = StageRun(None, (), self.behind, given, self.asked.loss_fn)
+        run = StageRun(None, (), self.behind, Beside(given, given, None), self.asked.loss_fn)
         why = "reads modules before the blocks, which the last stage does not have"
         try:
             with torch.no_grad():
-                loss = run((torch.zeros_like(given.border),), self.asked.target)
+                loss = run(self.chain.model, (torch.zeros_like(given.border),), self.asked.target)
         except (RuntimeError, NotImplementedError) as error:
             raise CaptureError(f"what follows the last block {why}, or fails: {error}") from error
         # What is read from before the blocks is on the meta device, and so is what is made of it.
@@ -101,11 +119,47 @@ class _Cutter:
         is_first, is_last = index == 0, index == len(layers) - 1
         ends = (self.chain.before if is_first else {}) | (self.chain.behind if is_last else {})
         blocks = {path: replaced[path] for path in layers[index]}
-        run = StageRun(
-            call.before if is_first else None, tuple(blocks.values()),
-            self.behind if is_last else None, call.given, self.asked.loss_fn,
-        )  # fmt: skip
-        return model_part(self.chain.model, {**ends, **blocks}, run)
+        kept = {**ends, **blocks}
+        in_turn = tuple(blocks.values())
+        if self.asked.is_whole:
+            run = WholeRun(in_turn, self.asked.loss_fn)
+        else:
+            numbers = None if is_first else self._numbers(call)
+            behind = self.behind if is_last else None
+            copied = (self.before if is_first else numbers, behind)
+            run = StageRun(
+                call.before if is_first else None, in_turn, behind,
+                Beside(call.given, call.made, numbers), self._loss(),
+                tuple(one.follow for one in copied if one is not None),
+            )  # fmt: skip
+        return model_part(self.chain.model, kept, run)
+
+    def _loss(self) -> Callable[..., Any]:
+        own, ranks = self.asked.loss_fn, self.asked.mesh[CP]
+        return LossOverRanks(own, ranks.get_group()) if isinstance(own, OwnLoss) else own
+
+    def _numbers(self, call: FirstCall) -> Numbers | None:
+        """Where blocks are given more than tensors; `CaptureError` if this stage cannot make it."""
+        given = [call.given.args_, call.given.kwargs]
+        if all(isinstance(leaf, Tensor | None) for leaf in pytree.tree_leaves(given)):
+            return None
+        path, block = next(iter(self.chain.blocks.items()))
+        own = self.tokens.of(self.args) if self.asked.shares_tokens else self.args
+        numbers = Numbers(self.chain.model, block, own)
+        try:
+            found = numbers()
+        except (RuntimeError, NotImplementedError) as error:
+            raise CaptureError(f"{_OWN_NUMBERS}{path} gets some: {error}") from error
+        pairs = zip(*map(pytree.tree_leaves, (given, [found.args_, found.kwargs])), strict=True)
+        if any(was != now for was, now in pairs if not isinstance(was, Tensor)):
+            raise CaptureError(f"{_OWN_NUMBERS}{path} gets others at each call")
+        return numbers
+
+
+_OWN_NUMBERS = (
+    "compute numbers in the blocks, or plan with --pp 1: later stages of a pipeline have neither "
+    "the batch nor the modules before the blocks to compute them from, and block "
+)
 
 
 def _require_border(given: Arrival, plan: ClusterFile) -> None:
@@ -195,6 +249,9 @@ class _RankBytes:
     arriving: int
 
 
+_UNCOUNTED = _RankBytes({}, NO_BYTES, 0, 0)
+
+
 @dataclass(frozen=True)
 class RankParts:
     """The stages of this rank; `values` is a digest of the weights before they were split."""
@@ -206,6 +263,7 @@ class RankParts:
     args: tuple[Any, ...]
     bytes: _RankBytes
     values: str
+    of_loss: dict[str, Tensor]
 
     @property
     def digest(self) -> str:
@@ -259,9 +317,12 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
         choose(chosen, asked.plan, asked.rank, asked.in_flight)
         replaced = own if eager else chosen.rewritten()
         cutter.try_behind(given)
-        sizes = _bytes_of(chain, asked, cutter, arrival, own)
+        # Without a pipeline nobody asks for them.
+        has_stages = len(asked.layers) > 1
+        sizes = _bytes_of(chain, asked, cutter, arrival, own) if has_stages else _UNCOUNTED
     modules = tuple(cutter.part(i, replaced, arrival) for i in asked.stages)
-    return RankParts(asked, modules, chosen, given, args, sizes, values)
+    of_loss = chain.of_loss if asked.has_last else {}
+    return RankParts(asked, modules, chosen, given, args, sizes, values, of_loss)
 
 
 def _bytes_of(

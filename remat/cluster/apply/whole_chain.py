@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +26,7 @@ from remat.cluster.capture.watching import watch
 from remat.cluster.model_part import beside_blocks
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
 from remat.graph_capture.errors import CaptureError, PlanError
-from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.torch_private.core import CallWatcher, pytree
 from remat.graph_capture.tracing.fake_tensors import has_storage
 
 
@@ -36,12 +37,16 @@ def layers_of_stages(plan: ClusterFile) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class WholeChain:
-    """A model whose forward is a chain; `before` and `behind` are the modules beside its blocks."""
+    """A model whose forward is a chain; `before` and `behind` are the modules beside its blocks.
+
+    `of_loss` : parameters that the loss reads beside the model's.
+    """
 
     model: nn.Module
     blocks: dict[str, nn.Module]
     before: dict[str, nn.Module]
     behind: dict[str, nn.Module]
+    of_loss: dict[str, Tensor]
 
 
 def whole_chain(
@@ -58,7 +63,8 @@ def whole_chain(
     meta = copy.deepcopy(model, state_on_meta(model))
     of_meta = {path: meta.get_submodule(path) for path in blocks}
     on_meta = pytree.tree_map(leaf_on_meta, (args, target))
-    chain = ChainModel(meta, of_meta, on_meta[0], {}, loss_fn, on_meta[1])
+    loss = _WatchedLoss(loss_fn, model)
+    chain = ChainModel(meta, of_meta, on_meta[0], {}, loss_fn and loss, on_meta[1])
     called: list[str] = []
     others = beside_blocks(meta, list(blocks))
     shape = _watched(chain, others, called)
@@ -68,7 +74,42 @@ def whole_chain(
     own = beside_blocks(model, list(blocks))
     behind = {path: module for path, module in own.items() if path in called}
     before = {path: module for path, module in own.items() if path not in called}
-    return WholeChain(model, blocks, before, behind)
+    return WholeChain(model, blocks, before, behind, loss.named())
+
+
+class _WatchedLoss(CallWatcher):
+    """A loss function, and the parameters that it reads of its own."""
+
+    def __init__(self, loss_fn: Callable[..., Any] | None, model: nn.Module) -> None:
+        super().__init__()
+        self._loss_fn = loss_fn
+        self._of_model = {id(p) for p in model.parameters()}
+        self._found = dict[int, Tensor]()
+
+    def __call__(self, *given: Any) -> Any:
+        assert self._loss_fn is not None
+        with self, contextlib.suppress(NotImplementedError, RuntimeError):
+            return self._loss_fn(*given)
+        # It looks at numbers, which there are none of on the meta device.
+        return None
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*pytree.tree_map(self._noted, args), **pytree.tree_map(self._noted, kwargs))
+
+    def _noted(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.is_meta:
+            return leaf
+        if leaf.is_leaf and leaf.requires_grad and id(leaf) not in self._of_model:
+            self._found[id(leaf)] = leaf
+        # What the loss holds has a device; what it is given here has none.
+        return leaf.to("meta")
+
+    def named(self) -> dict[str, Tensor]:
+        own = self._loss_fn.named_parameters() if isinstance(self._loss_fn, nn.Module) else ()
+        found: dict[str, Tensor] = {f"loss_fn.{name}": p for name, p in own if p.requires_grad}
+        known = {id(p) for p in found.values()}
+        others = [p for p in self._found.values() if id(p) not in known]
+        return found | {f"loss_fn.{i}": p for i, p in enumerate(others)}
 
 
 def _watched(chain: ChainModel, others: dict[str, nn.Module], called: list[str]) -> ChainShape:

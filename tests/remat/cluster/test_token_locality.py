@@ -17,7 +17,7 @@ from remat.cluster.apply.context_ranks import (
     require_token_local_block,
     require_token_local_loss,
 )
-from remat.cluster.model_part import Arrival, SequencePart, cut_dimension
+from remat.cluster.model_part import Arrival, OwnLoss, SequencePart, cut_dimension
 from remat.graph_capture.errors import CaptureError
 from tests.distributed.context.models import (
     VOCAB,
@@ -201,8 +201,10 @@ def test_a_part_is_cut_where_tokens_are_counted() -> None:
     assert own["ids"].is_contiguous()
     assert own["scale"] is scale
     assert own["weights"] is per_sequence
-    assert part.loss(lambda result, target: result + target.sum())(1, ids) == 1 + ids[:, 4:].sum()
-    assert part.loss(lambda result: result)(2) == 2
+    assert (
+        OwnLoss(part, lambda result, target: result + target.sum())(1, ids) == 1 + ids[:, 4:].sum()
+    )
+    assert OwnLoss(part, lambda result: result)(2) == 2
 
 
 def test_parts_in_a_ring_are_two_of_each_group_and_together_all() -> None:

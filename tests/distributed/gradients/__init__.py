@@ -1,0 +1,1 @@
+"""Gradients of parts, beside those of the whole model on one rank."""
