@@ -47,12 +47,12 @@ def is_sharded_by_fsdp(model: nn.Module) -> bool:
 _STATES = ("FSDPState", "_ReplicateState", "ReplicateState")
 
 
-def groups_of(module: nn.Module) -> list[Any]:
+def parameter_groups_of(module: nn.Module) -> list[Any]:
     """Of parameters that FSDP2 gathers together."""
-    return groups_in(sharded_state_of(module))
+    return parameter_groups_in(sharded_state_of(module))
 
 
-def groups_in(state: Any) -> list[Any]:
+def parameter_groups_in(state: Any) -> list[Any]:
     if state is None:
         return []
     several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one before
@@ -143,8 +143,21 @@ def inputs_cast(
     """Arguments of the model as the policy casts them: floating point tensors alone."""
     if not sharding.param_dtype:
         return args, dict(kwargs or {})
-    dtype = _dtype(sharding.param_dtype)
+    return _floats_to(_dtype(sharding.param_dtype), args, kwargs)
 
+
+def before_cast(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, sharding: Sharding
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that a policy has cast, as the caller still holds them."""
+    if not sharding.param_dtype:
+        return args, dict(kwargs or {})
+    return _floats_to(_MASTER, args, kwargs)
+
+
+def _floats_to(
+    dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def cast(leaf: Any) -> Any:
         is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if is_float else leaf

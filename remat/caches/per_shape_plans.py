@@ -17,7 +17,7 @@ from remat.caches.callers import outputs_of_caller
 from remat.caches.known_plans import AtHand, KnownPlans, adopted, keep_solve, kept_solve
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.distributed.collectives import collectives_in
-from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
+from remat.graph_capture.distributed.dtensors import before_cast, is_sharded_by_fsdp
 from remat.graph_capture.distributed.rank_refusals import refuse_wrappers
 from remat.graph_capture.errors import (
     AuditError,
@@ -354,7 +354,9 @@ def _as_wrapped(spec: StepSpec) -> StepSpec:
     # Told already, or not planned for ranks.
     if any(spec.asked[name] for name in ("sharding", "compile", "cuda_graphs")):
         return spec
-    return spec.replace(sharding=sharding_around(spec.model))
+    sharding = sharding_around(spec.model)
+    args, kwargs = before_cast(spec.args, spec.kwargs, sharding)
+    return spec.replace(sharding=sharding, args=args, kwargs=kwargs)
 
 
 def cached_plan(spec: StepSpec, known: KnownPlans) -> RematModule:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from remat.graph_capture.distributed.dtensors import groups_of
+from remat.graph_capture.distributed.dtensors import parameter_groups_of
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.tracing.signature import first_places
 
@@ -78,7 +78,7 @@ class UnshardedParameters:
         self._kept: list[tuple[Any, _Versions]] = []
 
     def require_fresh(self, module: nn.Module) -> None:
-        self._groups = groups_of(module)
+        self._groups = parameter_groups_of(module)
         # With set_reshard_after_backward(False) a forward after an optimizer's step would read old
         # parameters. All ranks raise, or none.
         for group, versions in self._kept:
@@ -101,7 +101,7 @@ class UnshardedParameters:
 def shards_in(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """What FSDP2 holds of parameters between steps: each module that has one, by what name."""
     for module in model.modules():
-        for one in (one for group in groups_of(module) for one in group.fsdp_params):
+        for one in (one for group in parameter_groups_of(module) for one in group.fsdp_params):
             info = one._module_info
             yield info.module, info.param_name, one.sharded_param
             for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):

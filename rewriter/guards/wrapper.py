@@ -15,9 +15,9 @@ from torch import nn
 
 from remat.formats import bytes_text
 from remat.graph_capture.distributed.dtensors import (
-    groups_in,
-    groups_of,
     has_dtensors,
+    parameter_groups_in,
+    parameter_groups_of,
     sharded_state_of,
 )
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
@@ -29,7 +29,7 @@ def sharding_around(model: nn.Module) -> Sharding:
     """How a model is wrapped whose forward runs; none where that has no `Sharding`."""
     if (ddp := active_ddp_module()) is not None:
         return NO_SHARDING if has_dtensors(model) else _sharding_of_ddp(ddp)
-    groups = groups_of(model)
+    groups = parameter_groups_of(model)
     if len(groups) != 1 or len(groups[0].modules) > 1:
         return NO_SHARDING
     try:
@@ -126,7 +126,9 @@ class ToldWrapper:
         return "it" if model is None else type(model).__name__
 
     def _require_groups(self, module: nn.Module) -> None:
-        if self.sharding.gradient_sync and not all(g.reduce_grads for g in groups_of(module)):
+        if self.sharding.gradient_sync and not all(
+            g.reduce_grads for g in parameter_groups_of(module)
+        ):
             self._refuse(
                 "plan with remat.Sharding(..., gradient_sync=False)",
                 "set_requires_gradient_sync(False) holds whole gradients",
@@ -157,10 +159,10 @@ class ToldWrapper:
         yield from (("", f"its root {how}") for how in self._of_groups(model, is_root=True))
 
     def _of_groups(self, module: nn.Module, *, is_root: bool) -> Iterator[str]:
-        for group in groups_of(module):
+        for group in parameter_groups_of(module):
             if len(group.modules) > 1:
                 yield f"is in a group of {len(group.modules)} modules"
-            pairs = _facts(self.sharding, group, is_root=is_root)
+            pairs = _told_and_got(self.sharding, group, is_root=is_root)
             yield from (f"has {name}={got}, not {told}" for name, told, got in pairs if told != got)
 
     def _refuse(self, remedy: str, otherwise: str) -> None:
@@ -170,7 +172,9 @@ class ToldWrapper:
         )
 
 
-def _facts(sharding: Sharding, group: Any, *, is_root: bool) -> Iterator[tuple[str, Any, Any]]:
+def _told_and_got(
+    sharding: Sharding, group: Any, *, is_root: bool
+) -> Iterator[tuple[str, Any, Any]]:
     """What was told, and what a group of FSDP2's has: by name, both."""
     (shards, replicas), after = _mesh_sizes(group), group.post_forward_mesh_info
     yield "world_size", sharding.world_size, shards * replicas
@@ -192,7 +196,11 @@ def _has_groups_around(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
     """Whether all parameters are in blocks, or others are in a group of a module around."""
     inside = {id(p) for _, block in blocks for p in block.parameters()}
     state = next((one for _, block in blocks if (one := sharded_state_of(block))), None)
-    groups = [g for one in (state._state_ctx.all_states if state else ()) for g in groups_in(one)]
+    groups = [
+        g
+        for one in (state._state_ctx.all_states if state else ())
+        for g in parameter_groups_in(one)
+    ]
     holders = {id(one._module_info.module) for group in groups for one in group.fsdp_params}
     held = ((m, p) for m in model.modules() for p in m._parameters.values() if p is not None)
     own = [module for module, p in held if id(p) not in inside]
