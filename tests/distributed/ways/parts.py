@@ -104,16 +104,6 @@ def clipped(column: str) -> Outcome:
     return it.outcome()
 
 
-def evaluated(column: str) -> Outcome:
-    it = Trained(column)
-    it.step(1)
-    own = it.batches(5)[0]
-    with torch.no_grad():
-        it.part.schedule.eval(own, target=own)
-    it.step(2)
-    return it.outcome()
-
-
 def smaller(column: str) -> Outcome:
     it = Trained(column)
     it.step(1)
@@ -142,9 +132,3 @@ def loss_with_a_parameter(column: str) -> Outcome:
     assert expected is not None
     off = 1.0 if own is None else float((own - expected).abs() / expected.abs())
     return it.outcome() if off <= _FAR else Outcome("differs", f"off by {off:.1g}")
-
-
-def copied(column: str) -> Outcome:
-    it = Trained(column)
-    copy.deepcopy(it.part.module)
-    return Outcome("exact")

@@ -24,7 +24,7 @@ _MARKS = {"exact": "=", "within": "≈", "refused": "no", "over": "over"}
 _WORST = ("exact", "within", "over", "differs", "fails", "refused")
 _ENDED = Outcome("fails", "the rank has ended")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_WORDS = 9  # of a refusal, of which the first say what to do
+_WORDS = 6  # of a refusal, of which the first say what to do
 
 
 def everything() -> list[str]:
