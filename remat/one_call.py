@@ -168,7 +168,8 @@ def rematerialize(
         rank. To wrap blocks too, give `blocks`.
     group : ranks that are to follow the same plan: the first makes it. All of them must call. A
         model with collectives needs it. With `dynamic` their batches may differ in size; without
-        a batch, all plan where one of them must, for which each step exchanges a number.
+        a batch, all plan where one of them must, for which each step exchanges a number. Without
+        both, they make the first plan together; later each plans the shapes that it meets.
     keep, recompute, solver, time_limit_s, **options : as of `remat.solve`. Without a batch also
         ``max_plans``, 16 if left out: one more drops the plan that was used longest ago.
     profile : as of `remat.capture`.

@@ -35,6 +35,7 @@ from remat.progress import solver_shown, stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
 from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import tell_wrapper
 from remat.schedules.derived import before_sharding
 from remat.schedules.outcome import Check, Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
@@ -196,6 +197,7 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         )
         planner.say_planned(found, checked)
     type(module)._remat_check = checked
+    tell_wrapper(module, spec.sharding, accumulates=spec.accumulate)
     if spec.cuda_graphs:  # after the comparison, which runs steps of its own
         from remat.rewriter.arena.captured import capture_steps
 

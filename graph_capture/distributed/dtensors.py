@@ -44,6 +44,30 @@ def is_sharded_by_fsdp(model: nn.Module) -> bool:
     return _FSDP in kinds
 
 
+_STATES = ("FSDPState", "_ReplicateState", "ReplicateState")
+
+
+def parameter_groups_of(module: nn.Module) -> list[Any]:
+    """Of parameters that FSDP2 gathers together."""
+    return parameter_groups_in(sharded_state_of(module))
+
+
+def parameter_groups_in(state: Any) -> list[Any]:
+    if state is None:
+        return []
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one before
+    found = [state._fsdp_param_group] if several is None else several
+    return [group for group in found if group is not None]
+
+
+def sharded_state_of(module: nn.Module) -> Any:
+    if (state_of := getattr(module, "_get_fsdp_state", None)) is not None:
+        return state_of()
+    # A schedule for one of several sizes shares its hooks with the module that is sharded.
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    return next((one for one in owners if type(one).__name__ in _STATES), None)
+
+
 def describe_parts(gm: fx.GraphModule) -> None:
     """Describe local parts in a joint graph as the DTensors that they are of."""
     for node in gm.graph.find_nodes(op="placeholder"):  # `is_beside_local_part` needs it on a mesh
@@ -83,7 +107,7 @@ _MASTER = torch.float32  # what parameters are held in that a policy casts
 @contextlib.contextmanager
 def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
     """Within the block, parameters have the policy's dtype; afterwards they are as before."""
-    if not sharding.param_dtype:
+    if not sharding.param_dtype or sharded_state_of(model) is not None:  # cast where it is called
         yield
         return
     dtype = _dtype(sharding.param_dtype)
@@ -119,8 +143,21 @@ def inputs_cast(
     """Arguments of the model as the policy casts them: floating point tensors alone."""
     if not sharding.param_dtype:
         return args, dict(kwargs or {})
-    dtype = _dtype(sharding.param_dtype)
+    return _floats_to(_dtype(sharding.param_dtype), args, kwargs)
 
+
+def before_cast(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, sharding: Sharding
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that a policy has cast, as the caller still holds them."""
+    if not sharding.param_dtype:
+        return args, dict(kwargs or {})
+    return _floats_to(_MASTER, args, kwargs)
+
+
+def _floats_to(
+    dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def cast(leaf: Any) -> Any:
         is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if is_float else leaf

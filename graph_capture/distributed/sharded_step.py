@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
@@ -100,6 +101,7 @@ class _FsdpStep:
         self.groups, self.root = wrapped_groups(graph, units, sharding)
         self.values: list[Value] = []
         self.lasting: list[str] = []
+        self.let_go_bytes = 0  # of whole gradients, less the shards made of them
         self.copies = _GLOO_COPIES if graph.device == "cpu" else 0
         self.is_copy = sharding.kind == "replicate"
         self.is_offloaded = sharding.cpu_offload and graph.device != "cpu"
@@ -183,18 +185,33 @@ class _FsdpStep:
             return
         input_bytes, held_bytes = group.reduced_bytes(self.sharding)
         names = tuple(value.name for value in group.gradients)  # one buffer, then a sum over ranks
+        made, beside_bytes = self._reduced(group, input_bytes, held_bytes)
+        if not self.sharding.gradient_sync:
+            most_bytes = input_bytes + beside_bytes + sum(value.size_bytes for value in made)
+            yield from self._added_to_whole(group, input_bytes, most_bytes)
+            return
         (buffer,) = self._buffer_of(group)
         yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
-        into_shards = self._reduce(group, input_bytes, held_bytes)
+        read, beside = self._buffer_of(group), {"workspace_bytes": beside_bytes}
+        into_shards = self._op(REDUCE, "backward", group.path, read, *made, **beside)
         yield into_shards
         if self.is_updated:
-            most_bytes = max(self.sharding.shard_elements(v.shape) for v in group.gradients)
-            most_bytes *= _STEP_TENSORS * element_bytes(group.gradients[0].dtype)
             made = into_shards.outputs
-            yield self._op(STEP_AT_ONCE, "backward", group.path, made, workspace_bytes=most_bytes)
+            workspace_bytes = self._update_bytes(group)
+            yield self._op(
+                STEP_AT_ONCE, "backward", group.path, made, workspace_bytes=workspace_bytes
+            )
+        else:
+            self.lasting.extend(into_shards.outputs)
 
-    def _reduce(self, group: ParameterGroup, input_bytes: int, held_bytes: int) -> Op:
-        """Sum over the ranks, then put this rank's part into the dtype that is held."""
+    def _update_bytes(self, group: ParameterGroup) -> int:
+        most = max(self.sharding.shard_elements(v.shape) for v in group.gradients)
+        return most * _STEP_TENSORS * element_bytes(group.gradients[0].dtype)
+
+    def _reduced(
+        self, group: ParameterGroup, input_bytes: int, held_bytes: int
+    ) -> tuple[tuple[Value, ...], int]:
+        """What the sum over ranks makes, and the bytes beside it and its input."""
         part_bytes = input_bytes // self.sharding.shard_ranks
         copies_bytes = self.copies * input_bytes if self.sharding.shard_ranks > 1 else 0
         is_cast = part_bytes != held_bytes
@@ -208,10 +225,29 @@ class _FsdpStep:
             beside_bytes = max(copies_bytes + part_bytes - held_bytes, part_bytes)
         if self.is_offloaded:  # the shards of gradients go to the host
             made, beside_bytes = made[1:], beside_bytes + held_bytes
-        if not self.is_updated:
-            self.lasting.extend(value.name for value in made)
-        reads = self._buffer_of(group)
-        return self._op(REDUCE, "backward", group.path, reads, *made, workspace_bytes=beside_bytes)
+        return made, beside_bytes
+
+    # Whole gradients are resident where batches are summed before they are reduced: a batch
+    # between has all of them at each op. The last one lets go of them group by group; what it
+    # makes in their place counts where it takes more.
+
+    def _added_to_whole(
+        self, group: ParameterGroup, input_bytes: int, most_bytes: int
+    ) -> Iterator[Op]:
+        """`most_bytes`: of the reduction, with its input and what it makes."""
+        size_bytes = sum(value.size_bytes for value in group.gradients)
+        copy_bytes = input_bytes - self.let_go_bytes - size_bytes
+        names = tuple(value.name for value in group.gradients)
+        yield self._op(COPY_IN, "backward", group.path, names, workspace_bytes=max(copy_bytes, 0))
+        shards_bytes = group.reduced_bytes(self.sharding)[1]
+        if self.is_updated:
+            most_bytes = max(most_bytes, shards_bytes + self._update_bytes(group))
+            shards_bytes = 0
+        own = (math.prod(v.shape) * self.sharding.summed_bytes(v.dtype) for v in group.gradients)
+        self.let_go_bytes += sum(own)
+        reduce_bytes = max(most_bytes - self.let_go_bytes, 0)
+        yield self._op(REDUCE, "backward", group.path, (), workspace_bytes=reduce_bytes)
+        self.let_go_bytes -= shards_bytes
 
     def _gather(
         self, group: ParameterGroup, phase: Phase, freed: str = "", module: str | None = None
@@ -244,7 +280,8 @@ class _FsdpStep:
         return self._op(UNSHARD, phase, group.path, read, made)
 
     def _buffer_of(self, group: ParameterGroup) -> tuple[str, ...]:
-        return (f"reduced_{group.path}",) if group.gradients else ()
+        has_one = group.gradients and self.sharding.gradient_sync
+        return (f"reduced_{group.path}",) if has_one else ()
 
     def _op(
         self, target: str, phase: Phase, module: str, inputs: tuple[str, ...], *made: Value,

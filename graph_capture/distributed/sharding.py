@@ -22,7 +22,7 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {  # by option, the kinds of sharding th
     "blocks": ("fsdp2", "replicate"), "replicas": ("fsdp2",), "reshard_after_forward": ("fsdp2",),
     "bucket_views": ("ddp", "zero1"), "param_dtype": ("fsdp2", "replicate"),
     "reduce_dtype": ("fsdp2", "replicate"), "cpu_offload": ("fsdp2",),
-    "states_over": ("fsdp2", "zero1"),
+    "states_over": ("fsdp2", "zero1"), "gradient_sync": _KINDS[1:],
 }  # fmt: skip
 _RING = "remat_ring"
 NAMESPACES = (
@@ -66,6 +66,8 @@ class Sharding:
     states_over : ranks that share one optimizer state. Of ``fsdp2`` a multiple of the shard group,
         whose ranks update each a slice of their shards (PaRO, AMSP); torch has no such optimizer.
         Of ``zero1`` the `process_group`. Left at 0, all that share parameters, or all ranks.
+    gradient_sync : False where all batches of a step but the last run in ``no_sync`` of DDP or
+        under ``set_requires_gradient_sync(False)``: whole gradients are added up, and reduced once.
 
     References
     ----------
@@ -84,6 +86,7 @@ class Sharding:
     reduce_dtype: str = ""
     cpu_offload: bool = False
     states_over: int = 0
+    gradient_sync: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -159,6 +162,10 @@ class Sharding:
             return math.prod(shape)
         first = shape[0] if shape else 1
         return -(-first // self.shard_ranks) * math.prod(shape[1:])
+
+    def summed_bytes(self, dtype: str) -> int:
+        """Of an element of a whole gradient that is added to before it is reduced."""
+        return element_bytes(self.reduce_dtype or self.param_dtype or dtype)
 
     def state_elements(self, shape: Sequence[int]) -> int:
         """Elements of one rank's part of an optimizer state of a parameter that it updates."""

@@ -12,6 +12,7 @@ import logging
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -267,6 +268,14 @@ def global_hooks() -> Iterator[Callable[..., Any]]:
 def active_ddp_module() -> Any:
     """The `DistributedDataParallel` whose forward runs; None outside of one."""
     return DistributedDataParallel._get_active_ddp_module()
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Of a group's collectives; its store has that of the default group, whatever its own."""
+    own = [group._get_backend(device) for device in getattr(group, "_device_types", ())]
+    options = [getattr(one, "options", None) for one in own]  # a fake group has none
+    found = [one._timeout for one in options if hasattr(one, "_timeout")]
+    return min(found, default=group.get_group_store().timeout)
 
 
 # CUDA. A build without it lacks some of these functions, so they are looked up when called.

@@ -39,7 +39,8 @@ def resident_bytes(
     allocated: Allocated = int, sharding: Sharding = NO_SHARDING, is_on_host: bool = False,
 ) -> Resident:  # fmt: skip
     """Of one rank; a storage shared by two tensors counts once. `accumulate`: gradient buffers
-    exist before the step. `is_on_host`: parameters, gradients and state are there."""
+    exist before the step, as they do without `gradient_sync`. `is_on_host`: parameters,
+    gradients and state are there."""
     require_optimizer(optimizer)
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -59,7 +60,7 @@ def resident_bytes(
         buffers_bytes=storage_bytes(model.buffers(), seen, allocated),
         batch_bytes=storage_bytes(pytree.tree_leaves(batch), seen, allocated),
         # Gradients that are views of DDP's buckets count once, as communication.
-        gradients_bytes=trained_bytes if accumulate and not sharding.bucket_views else 0,
+        gradients_bytes=_gradients_bytes(trained, trained_bytes, accumulate, sharding, allocated),
         optimizer_bytes=_state_bytes(parameters, optimizer, sharding, allocated),
         communication_bytes=trained_bytes if sharding.has_buckets else 0,
         update_bytes=roots_bytes if optimizer == "adamw" else 0,  # of second moments
@@ -68,6 +69,16 @@ def resident_bytes(
         return resident
     on_host = "parameters", "gradients", "optimizer", "update"
     return replace(resident, **dict.fromkeys(map("{}_bytes".format, on_host), 0))
+
+
+def _gradients_bytes(
+    trained: Sequence[Tensor], own_bytes: int, accumulate: bool, sharding: Sharding,
+    allocated: Allocated,
+) -> int:  # fmt: skip
+    if not sharding.gradient_sync:
+        each = (p.numel() * sharding.summed_bytes(str(p.dtype)) for p in map(local_part, trained))
+        return sum(map(allocated, each))
+    return own_bytes if accumulate and not sharding.bucket_views else 0
 
 
 def resident_of_batch(resident: Resident, batch: Any, device: str) -> Resident:

@@ -67,7 +67,7 @@ from remat.rewriter.checking.audit import Audits
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
-from remat.rewriter.user_module.module import RematModule, SharedState, make_module
+from remat.rewriter.user_module.module import RematModule, SharedState, make_module, tell_wrapper
 from remat.rewriter.user_module.own_forward import Unplanned, with_replaced
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.schedules.derived import fastest_us, in_chunks, unchunked
@@ -162,6 +162,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         else:
             stages.say(family_text(plan.family, checked, stages.elapsed_s, whole.graph.device))
     _plans[made] = plan
+    tell_wrapper(made, sharding, accumulates=spec.accumulate, paths=[*plan.schedules])
     if spec.optimizer_in_backward is not None:
         UpdatesOfBlocks(model, made, spec.optimizer_in_backward)
     return made

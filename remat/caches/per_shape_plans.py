@@ -16,7 +16,8 @@ from remat.budgets import parse_budget
 from remat.caches.callers import outputs_of_caller
 from remat.caches.known_plans import AtHand, KnownPlans, adopted, keep_solve, kept_solve
 from remat.graph_capture.devices.placement import resolved_device
-from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
+from remat.graph_capture.distributed.collectives import collectives_in
+from remat.graph_capture.distributed.dtensors import before_cast, is_sharded_by_fsdp
 from remat.graph_capture.distributed.rank_refusals import refuse_wrappers
 from remat.graph_capture.errors import (
     AuditError,
@@ -40,8 +41,14 @@ from remat.ranges.ranged_call import rematerialize_over
 from remat.ranges.varying import DynamicOrAuto, Upto, VaryingSizes, is_covered_by, planned_over
 from remat.ranks.same_order import require_group
 from remat.rewriter.checking.audit import Audit
+from remat.rewriter.guards.wrapper import sharding_around
 from remat.rewriter.rewriting import rewrite
-from remat.rewriter.user_module.module import RematModule, SharedState, original_of
+from remat.rewriter.user_module.module import (
+    RematModule,
+    SharedState,
+    original_of,
+    tell_wrapper,
+)
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.ranged import RangedModule
 from remat.solved import at_hand_text, facts_of
@@ -189,7 +196,7 @@ class PlanCache(SharedState, nn.Module):
         """A plan for the range that a batch is of; None where a plan is for one size."""
         if cls._remat_sizes is None:
             return None
-        spec = cls._remat_spec(*batch)
+        spec = _as_wrapped(cls._remat_spec(*batch))
 
         def make(dynamic: Dynamic, *, as_far_as_fits: bool) -> RangedModule:
             return rematerialize_over(spec.replace(dynamic=dynamic), as_far_as_fits=as_far_as_fits)
@@ -201,15 +208,24 @@ class PlanCache(SharedState, nn.Module):
         cls, args: Any, kwargs: Any, target: Any, float_inputs: Sequence[str]
     ) -> nn.Module:
         spec = cls._remat_spec(args, kwargs, target).replace(float_inputs=float_inputs)
+        if cls._remat_plans and not any(map(_has_collectives, cls._remat_plans.values())):
+            spec = spec.replace(group=None)  # others may have a plan for theirs, and would not come
         peak_bytes = cls._remat_known.most_bytes
 
         def make(one: StepSpec) -> nn.Module:
-            # `cached_plan` knows neither Inductor's code, nor ranks, nor graphs.
-            others = ("compile", "cuda_graphs", "group", "sharding")
+            # `cached_plan` knows neither Inductor's code, nor other ranks, nor graphs.
+            others = ("compile", "cuda_graphs", "group")
             is_alone = not any(one.asked[name] for name in others)
-            if not is_alone:
-                return whole_or_in_parts(one, plan_one_size)
-            return whole_or_in_parts(one, lambda its: cached_plan(its, cls._remat_known))
+            known = cls._remat_known
+
+            def whole(its: StepSpec) -> nn.Module:
+                its = _as_wrapped(its)
+                is_held_whole = its.sharding.kind == "none" or its.sharding.has_buckets
+                if is_alone and is_held_whole:
+                    return cached_plan(its, known)
+                return plan_one_size(its)
+
+            return whole_or_in_parts(one, whole)
 
         try:
             return make(spec)
@@ -314,6 +330,11 @@ def planned_modules(cache: PlanCache) -> list[Any]:
     return list(type(cache)._remat_plans.values())
 
 
+def _has_collectives(plan: Any) -> bool:
+    graphs = (getattr(plan, name, None) for name in ("forward_module", "backward_module"))
+    return any(graph is not None and collectives_in(graph) for graph in graphs)
+
+
 def _peak_bytes(plan: Any) -> int:
     if isinstance(plan, RangedModule):
         return type(plan)._remat_family.budget_bytes
@@ -328,14 +349,25 @@ def _key(batch: Any) -> Hashable:
     return tuple(facts), spec, autocast_state()
 
 
+def _as_wrapped(spec: StepSpec) -> StepSpec:
+    """`spec`, told of the wrapper whose forward runs: what that holds counts in the budget."""
+    # Told already, or not planned for ranks.
+    if any(spec.asked[name] for name in ("sharding", "compile", "cuda_graphs")):
+        return spec
+    sharding = sharding_around(spec.model)
+    args, kwargs = before_cast(spec.args, spec.kwargs, sharding)
+    return spec.replace(sharding=sharding, args=args, kwargs=kwargs)
+
+
 def cached_plan(spec: StepSpec, known: KnownPlans) -> RematModule:
     """The module for a batch, as `remat.rematerialize` makes it; what it solves for is kept."""
-    planner = StepPlanner(spec, float_inputs=spec.float_inputs, split=spec.split)
+    asked: dict[str, Any] = {"float_inputs": spec.float_inputs, "split": spec.split}
+    planner = StepPlanner(spec, sharding=spec.sharding, **asked)
     require_group(planner.traced.joint.module, None)
     found = known.at_hand(planner.traced, spec.parsed_budget, may_keep_all=spec.may_keep_all)
-    if found is not None:
-        return _module_at_hand(planner, found, known)
-    return _solved(planner, known)
+    module = _module_at_hand(planner, found, known) if found else _solved(planner, known)
+    tell_wrapper(module, spec.sharding, accumulates=spec.accumulate)
+    return module
 
 
 def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> RematModule:

@@ -43,6 +43,7 @@ from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import ONE_RANK, refuse_fake, require_group
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.rewriting import code_by_size
+from remat.rewriter.user_module.module import tell_wrapper
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.schedules.derived import before_sharding
 from remat.schedules.family import Family, resized_schedule
@@ -141,6 +142,7 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
     also = {"inputs": traced.recipe.inputs_text, "levers": levers}
     said = family_text(family, checked, stages.elapsed_s, largest.device, **also)
     stages.say(f"{said}{_COMPILED if spec.compile else ''}")
+    tell_wrapper(module, spec.sharding, accumulates=spec.accumulate)
     return module
 
 

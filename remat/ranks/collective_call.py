@@ -100,7 +100,8 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
     def _awaited(self, key: str, rank: int) -> str:
         messages = self._messages
         assert messages is not None
-        found = messages.awaited(key, rank, functools.partial(_silent_text, self._what))
+        text = functools.partial(_silent_text, self._what, messages.silent_s)
+        found = messages.awaited(key, rank, text)
         if isinstance(found, RankFailure):
             self._theirs = error_of(found, self._what)
             raise self._theirs
@@ -132,11 +133,11 @@ def error_of(failure: RankFailure, what: str) -> Exception:
     )
 
 
-def _silent_text(what: str, rank: int, has_come: bool) -> str:
+def _silent_text(what: str, silent_s: float, rank: int, has_come: bool) -> str:
     if has_come:
         return (
             f"see the last output of rank {rank}, and start all ranks again: it has not been heard "
-            f"of for {SILENT_S:.0f} s in {what}, so its process has ended or hangs"
+            f"of for {silent_s:.0f} s in {what}, so its process has ended or hangs"
         )
     return (
         f"call {what} on all ranks of the group, as often and in the same order: rank {rank} has "
@@ -155,6 +156,7 @@ def _store_errors() -> type[Exception]:
 
 BEAT_S = 2.0  # seconds between two signs of life
 SILENT_S = 60.0  # a rank that has shown none for so long has ended, or its process stands still
+_LEAST_BEATS = 3  # that may be missing: a busy machine skips one
 PAUSE_S = 0.02
 _LAST_BEAT_S = 5.0  # longest wait for the last sign of life to reach the store
 LINGER_S = 10.0  # how long a rank stays for its last word to be read
@@ -177,12 +179,17 @@ class RankMessages:
     def __init__(self, group: ProcessGroup, what: str) -> None:
         import torch.distributed as dist  # one process does without
 
+        from remat.graph_capture.torch_private.core import timeout_of
+
         calls = _calls.setdefault(group, defaultdict(itertools.count))
         store: Any = group.get_group_store()
         self._store: Any = dist.PrefixStore(f"remat/{what}/{next(calls[what])}", store)
-        self.timeout_s = store.timeout.total_seconds()
+        self.timeout_s = timeout_of(group).total_seconds()
+        # Nobody waits longer for a rank that has ended than for one in a collective.
+        self.silent_s = min(SILENT_S, max(self.timeout_s, _LEAST_BEATS * BEAT_S))
         self.rank, self.size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
+        self._lost = set[int]()
         self._ended = threading.Event()
         self._beat = threading.Thread(target=self._show_life, daemon=True)
         self._store.set(f"beat/{self.rank}", "0")  # others see at once that it has come
@@ -223,7 +230,8 @@ class RankMessages:
                 return failure
             silent_s = watch.silent_s()
             # A rank that has not come may still be at the user's code: it has the group's timeout.
-            if silent_s > (SILENT_S if watch.has_come else self.timeout_s):
+            if silent_s > (self.silent_s if watch.has_come else self.timeout_s):
+                self._lost.add(rank)
                 raise AgreementError(silent_text(self.ranks[rank], watch.has_come))
             time.sleep(PAUSE_S)
         return text
@@ -236,8 +244,9 @@ class RankMessages:
         """Say that this rank reads no more; wait `LINGER_S` at most for the others to say so."""
         self.post(f"left/{self.rank}", "")
         end = time.monotonic() + LINGER_S
-        # A rank that never came leaves nothing to read.
-        waited_for = [rank for rank in self.others if self.read(f"beat/{rank}") is not None]
+        # A rank that never came reads nothing, nor does one that has ended.
+        there = (rank for rank in self.others if rank not in self._lost)
+        waited_for = [rank for rank in there if self.read(f"beat/{rank}") is not None]
         while waited_for and time.monotonic() < end:
             waited_for = [rank for rank in waited_for if self.read(f"left/{rank}") is None]
             time.sleep(PAUSE_S)

@@ -21,7 +21,6 @@ from remat.graph_capture.errors import AgreementError
 from remat.graph_capture.torch_private.core import active_ddp_module
 from remat.ranks.collective_call import (
     PAUSE_S,
-    SILENT_S,
     RankFailure,
     RankMessages,
     RankWatch,
@@ -104,8 +103,8 @@ def _hear(messages: RankMessages) -> None:
         for rank, watch in list(watches.items()):
             if messages.read(f"done/{rank}") is not None:
                 del watches[rank]
-            elif watch.silent_s() > SILENT_S:
-                raise AgreementError(_stuck_text(messages.ranks[rank], "it compiled"))
+            elif watch.silent_s() > messages.silent_s:
+                raise AgreementError(_stuck_text(messages, messages.ranks[rank], "it compiled"))
             elif not watch.has_come and time.monotonic() > end:  # it has the code: it will not come
                 del watches[rank]
         if failure := messages.failure():  # a rank that fails is never done
@@ -141,17 +140,17 @@ class OnePlan:
         assert leader is not None
         doing = "it planned the graph that this rank compiles too"
         place = messages.ranks.index(leader)
-        text = messages.awaited("plan", place, lambda rank, _: _stuck_text(rank, doing))
+        text = messages.awaited("plan", place, lambda rank, _: _stuck_text(messages, rank, doing))
         if isinstance(text, RankFailure):
             messages.leave()
             raise error_of(text, _WHAT)
         return msgspec.json.decode(text, type=kind)
 
 
-def _stuck_text(rank: int, doing: str) -> str:
+def _stuck_text(messages: RankMessages, rank: int, doing: str) -> str:
     return (
-        f"see the last output of rank {rank}: it has not been heard of for {SILENT_S:.0f} s while "
-        f"{doing}, so its process has ended or hangs"
+        f"see the last output of rank {rank}: it has not been heard of for "
+        f"{messages.silent_s:.0f} s while {doing}, so its process has ended or hangs"
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from remat.graph_capture.distributed.dtensors import parameter_groups_of
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.tracing.signature import first_places
 
@@ -77,7 +78,7 @@ class UnshardedParameters:
         self._kept: list[tuple[Any, _Versions]] = []
 
     def require_fresh(self, module: nn.Module) -> None:
-        self._groups = _groups_of(module)
+        self._groups = parameter_groups_of(module)
         # With set_reshard_after_backward(False) a forward after an optimizer's step would read old
         # parameters. All ranks raise, or none.
         for group, versions in self._kept:
@@ -97,33 +98,14 @@ class UnshardedParameters:
         self._kept = [(group, versions) for group, versions in self._kept if not group.is_sharded]
 
 
-_STATES = ("FSDPState", "_ReplicateState", "ReplicateState")
-
-
-def _groups_of(module: nn.Module) -> list[Any]:
-    if (state := _sharded_state_of(module)) is None:
-        return []
-    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one before
-    found = [state._fsdp_param_group] if several is None else several
-    return [group for group in found if group is not None]
-
-
 def shards_in(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """What FSDP2 holds of parameters between steps: each module that has one, by what name."""
     for module in model.modules():
-        for one in (one for group in _groups_of(module) for one in group.fsdp_params):
+        for one in (one for group in parameter_groups_of(module) for one in group.fsdp_params):
             info = one._module_info
             yield info.module, info.param_name, one.sharded_param
             for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
                 yield shared, name, one.sharded_param
-
-
-def _sharded_state_of(module: nn.Module) -> Any:
-    if (state_of := getattr(module, "_get_fsdp_state", None)) is not None:
-        return state_of()
-    # A schedule for one of several sizes shares its hooks with the module that is sharded.
-    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-    return next((one for one in owners if type(one).__name__ in _STATES), None)
 
 
 def _versions(group: Any) -> _Versions:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Generator
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, ClassVar, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.distributed.collectives import is_in_flight, wait_all
 from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
+from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.python_state.state_guards import PythonState
@@ -34,6 +36,7 @@ from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards, constants_of
 from remat.rewriter.guards.live_state import RecomputeInputs
+from remat.rewriter.guards.wrapper import ToldWrapper
 from remat.rewriter.user_module.own_forward import (
     Unplanned,
     class_of_user,
@@ -58,6 +61,7 @@ class SharedState:
     _remat_loss_fn: ClassVar[LossFunction | None]
     _remat_outputs: ClassVar[Outputs | None] = None  # that training steps return; None for all
     _remat_unplanned: ClassVar[Unplanned]
+    _remat_wrapper: ClassVar[ToldWrapper | None] = None  # by which it is to be wrapped
 
     def __init__(self) -> None:
         self.__dict__ = self._remat_original_module.__dict__
@@ -75,6 +79,8 @@ class SharedState:
         """
         target = kwargs.pop("target", None) if self._remat_loss_fn is not None else None
         if self.training and torch.is_grad_enabled():
+            if self._remat_wrapper is not None:
+                self._remat_wrapper.require(self)  # pyright: ignore[reportArgumentType]
             return self._remat_train((args, kwargs, target))
         return self._remat_run_original(args, kwargs, target)
 
@@ -146,6 +152,15 @@ class SharedState:
             "use DistributedDataParallel: DataParallel copies a module at each step, and a plan "
             "is for the parameters of one module"
         )
+
+
+def tell_wrapper(
+    model: nn.Module, sharding: Sharding, *, accumulates: bool, paths: Sequence[str] = ()
+) -> None:
+    """Compare what wraps a planned model, or its blocks at `paths`, with what the plan counts."""
+    told = ToldWrapper(weakref.ref(model), sharding, accumulates, paths)
+    for one in map(model.get_submodule, paths or ("",)):
+        cast("type[SharedState]", type(one))._remat_wrapper = told
 
 
 def original_of(model: nn.Module) -> nn.Module:

@@ -223,3 +223,24 @@ def test_blocks_that_are_not_there_are_refused() -> None:
 def test_sizes_of_elements() -> None:
     names = ("float32", "bfloat16", "bool", "float8_e4m3fn", "complex64", "int64")
     assert [element_bytes(name) for name in names] == [4, 2, 1, 1, 8, 8]
+
+
+def test_gradients_that_are_summed_before_they_are_reduced_are_held_whole() -> None:
+    model = Stack()
+    asked: dict[str, Any] = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    for sharding, size in (
+        (Sharding("fsdp2", 2, gradient_sync=False), 4),
+        (Sharding("fsdp2", 2, gradient_sync=False, **asked), 4),
+        (Sharding("fsdp2", 2, gradient_sync=False, param_dtype="bfloat16"), 2),
+        (Sharding("ddp", 2, gradient_sync=False, bucket_views=True), 4),
+    ):
+        resident = trace(model, (rows(),), sharding=sharding).graph.resident
+        assert resident.gradients_bytes == parameters_bytes(model) // 4 * size
+
+
+def test_summed_gradients_are_in_no_output_of_the_step() -> None:
+    asked = {"blocks": "layers.*", "gradient_sync": False}
+    graph = step_of(**asked)
+    made = {v.name for v in graph.values if v.kind == "gradient"}
+    assert not made & {*graph.outputs}
+    assert "remat.reduce_scatter" in targets(graph, "layers.0")

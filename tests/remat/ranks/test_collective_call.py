@@ -169,3 +169,15 @@ def test_without_a_group_nothing_is_exchanged() -> None:
         ranks.require_same_step("a")
         assert ranks.all_agree("it", False) is False
         assert ranks.from_first(lambda: Plan(1), Plan) == Plan(1)
+
+
+@pytest.mark.parametrize(("timeout_s", "silent_s"), [(0.05, 0.15), (0.5, 0.5), (30, 2.0)])
+def test_a_silent_rank_is_waited_for_no_longer_than_a_collective(
+    timeout_s: float, silent_s: float
+) -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    group: Any = Group(store, 0, 2)
+    messages = collective_call.RankMessages(group, "this test")
+    assert messages.silent_s == pytest.approx(silent_s)
+    messages.close()
