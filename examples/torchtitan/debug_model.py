@@ -1,7 +1,7 @@
-"""torchtitan's debug model on a CPU: its trainer, random tokens, and what a step has live.
+"""torchtitan's debug model on a CPU: its trainers, random tokens, and what a step has live.
 
-torchtitan knows no CPU, and its attention (FlexAttention) has no backward there, so this names a
-device module and takes the scaled dot product that graph_trainer's own tests take.
+torchtitan knows no CPU, and its attention (FlexAttention) has no backward there: this names a
+device module, and takes the scaled dot product that graph_trainer's own tests take.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import torchtitan.tools.utils as device_utils
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-    os.environ.setdefault(name, value)
-os.environ.setdefault("MASTER_ADDR", "localhost")
-os.environ.setdefault("MASTER_PORT", "0")
-device_utils.device_type = "cpu"  # before any other module of torchtitan reads it
+# Before any other module of torchtitan reads it.
+device_utils.device_type = "cpu"
 device_utils.device_module = SimpleNamespace(
     **vars(torch.cpu) | {"current_device": lambda: 0, "get_device_name": lambda _: "CPU"},
     get_device_properties=lambda _: SimpleNamespace(total_memory=1 << 40),
@@ -33,12 +30,13 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.experiments.graph_trainer.llama3 import config_registry  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
 
 from remat.graph_capture.devices.memory_events import measure_peak  # noqa: E402
 from remat.graph_capture.tracing.resident import storage_bytes  # noqa: E402
 
 VOCABULARY, BATCH, TOKENS, STEPS = 2048, 4, 512, 10
+NOT_HERE = "cudagraph_pass", "joint_transformer_block_bucketing_reordering_pass"
+"""Passes of graph_trainer that ask for a GPU."""
 
 
 class RandomTokens(BaseDataLoader):
@@ -72,24 +70,14 @@ class NoTokenizer(BaseTokenizer):
     def __init__(self, config: Config, **_: Any) -> None:
         super().__init__()
 
-    def encode(self, *_: Any, **__: Any) -> list[int]:
-        return []
-
-    def decode(self, *_: Any, **__: Any) -> str:
-        return ""
-
-    def get_vocab_size(self) -> int:
-        return VOCABULARY
+    encode = decode = get_vocab_size = lambda *_, **__: 0
 
 
 def debug_config(*, graph: bool = False) -> Any:
-    """Ten steps, of the core's trainer or of graph_trainer."""
+    """Ten steps, of the core's trainer or of graph_trainer, with nothing checkpointed."""
     if graph:
         config = config_registry.graph_trainer_llama3_debugmodel_sdpa_cross_entropy_loss()
-        config.compile.disable_passes = [
-            "cudagraph_pass",
-            "joint_transformer_block_bucketing_reordering_pass",  # it asks a GPU for its bandwidth
-        ]
+        config.compile.disable_passes = list(NOT_HERE)
     else:
         config = llama3_debugmodel_ce_loss()
         config.parallelism.spmd_backend = "partial_dtensor"
@@ -105,36 +93,31 @@ def debug_config(*, graph: bool = False) -> Any:
 
 
 def train(config: Any) -> tuple[list[float], int]:
-    """The loss of each step, and the most bytes that the last one had live with what stays."""
-    trainer: Trainer = config.build()
+    """The loss of each step, and the most bytes that a step has live, with what stays."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | os.environ
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"} | os.environ
+    trainer, losses, peaks = config.build(), list[float](), list[int]()
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo does not scale
-    losses: list[float] = []
-    peaks: list[int] = []
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale what it sums
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
     whole_step: Callable[..., None] = trainer.train_step
 
     def measured(batches: Any) -> None:
         if trainer.step == 1:  # the optimizer makes its state
-            return whole_step(batches)
-        trainer.optimizers.zero_grad()
-        peaks.append(resident_bytes(trainer) + measure_peak(lambda: whole_step(batches)))
+            whole_step(batches)
+        else:
+            trainer.optimizers.zero_grad()
+            peaks.append(_resident_bytes(trainer) + measure_peak(lambda: whole_step(batches)))
 
     trainer.train_step = measured
     trainer.train()
     trainer.close()
-    return losses, min(peaks)  # with ranks, frees by gloo's threads go unseen
+    return losses, min(peaks)  # the profiler misses what gloo's threads free, so some look higher
 
 
-def resident_bytes(trainer: Trainer) -> int:
-    """Parameters, buffers and the optimizer's state."""
-    (model,) = trainer.model_parts
-    states = [
-        tensor
-        for optimizer in trainer.optimizers
-        for state in optimizer.state.values()
-        for tensor in state.values()
-    ]
+def _resident_bytes(trainer: Any) -> int:
+    (model,), optimizers = trainer.model_parts, list(trainer.optimizers)
+    states = [tensor for one in optimizers for of in one.state.values() for tensor in of.values()]
     tensors = [*model.parameters(), *model.buffers(), *states]
     return storage_bytes([getattr(tensor, "_local_tensor", tensor) for tensor in tensors])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ class RematAC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """`budget` is of `remat.rematerialize`; the others say what one step reads."""
+        """`budget` is of `remat.rematerialize`; `found` gets what the plan says of the step."""
 
         budget: str = "auto"
         batch_size: int = 8
         seq_len: int = 2048
         param_dtype: str = ""  # of ``mixed_precision_param``, where it is not float32
+        found: dict[str, int] = field(default_factory=dict[str, int])
 
     def apply(self, model: nn.Module) -> None:
         """Replace the blocks of a model that has no storage yet."""
@@ -45,7 +46,8 @@ class RematAC(ActivationCheckpointing):
             model, (tokens,), {"positions": positions}, blocks="layers.*", budget=config.budget,
             loss_fn=_mean_loss, target=tokens, optimizer="adamw", **_ranks(config.param_dtype),
         )  # fmt: skip
-        self.plan = remat.plans(planned)[0]
+        plan = remat.plans(planned)[0]
+        config.found.update(predicted_bytes=plan.peak_bytes, budget_bytes=plan.budget_bytes)
         for name, block in planned.get_submodule("layers").named_children():
             model.get_submodule("layers").register_module(name, block)
         model.to("meta")
