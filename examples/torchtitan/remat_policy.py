@@ -18,7 +18,10 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.experiments.graph_trainer.cpu_offload import apply_cpu_offload_pass
-from torchtitan.experiments.graph_trainer.registry import register_memory_policy
+from torchtitan.experiments.graph_trainer.registry import (
+    MEMORY_POLICY_REGISTRY,
+    register_memory_policy,
+)
 from torchtitan.experiments.graph_trainer.selective_activation_remat import (
     selective_activation_remat_pass,
 )
@@ -69,6 +72,10 @@ def register(budget: str | int, *, device: str = "h100", host_gib: float = 0.0) 
             if over_bytes:
                 target_bytes = max(high_bytes - over_bytes, target_bytes)
             plan = remat.solve(step, target_bytes, time_limit_s=TIME_LIMIT_S)
+        MEMORY_POLICY_REGISTRY["full"](gm, config=config)  # what few solves may miss
+        if judged(gm, device).peak_bytes <= budget_bytes:
+            gm.meta["budget_bytes"] = budget_bytes
+            return gm
         raise remat.BudgetError(f"raise the budget: no tags were found for {budget_bytes} bytes")
 
 
