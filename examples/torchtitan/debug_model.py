@@ -7,6 +7,7 @@ device module, and takes the scaled dot product that graph_trainer's own tests t
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -89,6 +90,7 @@ def debug_config(*, graph: bool = False) -> Any:
     config.training.mixed_precision_param = "float32"
     config.checkpoint.enable = config.validator.enable = False
     config.activation_checkpoint, config.debug.seed = None, 0
+    config.dump_folder = tempfile.gettempdir()
     return config
 
 
