@@ -253,7 +253,9 @@ class _FsdpStep:
         self, group: ParameterGroup, phase: Phase, freed: str = "", module: str | None = None
     ) -> Op:
         """`freed`: a buffer that is let go of then; `module`: where it runs, if not the group's."""
-        beside_bytes = self.copies * group.gathered_bytes
+        is_alone = self.sharding.shard_ranks == 1  # torch copies into the parameters, at once
+        gathered_bytes = 0 if is_alone else group.gathered_bytes
+        beside_bytes = self.copies * gathered_bytes
         if self.sharding.param_dtype:  # what is sent is cast first
             is_part = phase == "backward" and self._kept(group) == "part"
             members = self._members if is_part else self.sharding.shard_ranks
@@ -262,7 +264,7 @@ class _FsdpStep:
             beside_bytes += group.shard_bytes
         return self._op(
             GATHER, phase, group.path if module is None else module, (freed,) if freed else (),
-            Value(f"gathered_{phase}_{group.path}", group.gathered_bytes),
+            Value(f"gathered_{phase}_{group.path}", gathered_bytes),
             workspace_bytes=beside_bytes, place=group.path,
         )  # fmt: skip
 

@@ -91,7 +91,8 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise DeviceError(f"unknown sharding '{self.kind}': choose {_listed(_KINDS, 'or')}")
-        if self.kind != "none" and self.world_size < 2:
+        # `fully_shard` takes a mesh of one rank, where it still copies parameters and gradients.
+        if self.kind != "none" and self.world_size < (1 if self.kind == "fsdp2" else 2):
             raise DeviceError(
                 f"name the number of ranks, {for_caller('world_size', 'world')}=2 or more: "
                 f"sharding {self.kind} over {self.world_size} rank shards nothing"
@@ -118,7 +119,7 @@ class Sharding:
                 f"{self.replicas} does not"
             )
         shards = self.shard_ranks
-        if self.kind == "fsdp2" and shards == 1:
+        if self.kind == "fsdp2" and shards == 1 and self.replicas > 1:
             raise DeviceError(
                 f"choose fewer replicas, or the sharding replicate: {self.replicas} replicas on "
                 f"{self.world_size} ranks leave shard groups of one rank, so nothing is sharded"

@@ -32,6 +32,7 @@ not end alone."""
 SLOW_TOO = ("-m", "not clock and not gpu", "--dist", "load")
 """By test and not by file, of which there are too few for the cores."""
 RECIPES = "tests/remat/test_trainers.py"
+TITAN = "tests/versions/test_torchtitan.py"
 ZOO = "tests/zoo/test_zoo.py::test_equal_to_eager_with_the_predicted_peak"
 SUITES = {"quick": (), "slow": ("-m", "slow and not clock and not gpu")}
 """By what `.ci/run` hands to pytest."""
@@ -84,7 +85,7 @@ def runs_on(version: str, part: str = "0/1") -> list[Sequence[str]]:
     zoo = [f"{ZOO}[{name}]" for name in OF_EACH_FAMILY]
     runs: dict[str, list[Sequence[str]]] = {
         pinned(): [(*SLOW_TOO, RECIPES)],
-        NEWEST: [core, (*SLOW_TOO, RECIPES, *zoo)],
+        NEWEST: [core, (*SLOW_TOO, RECIPES, *zoo, TITAN)],
     }
     return runs.get(version, [core])
 

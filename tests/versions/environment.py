@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rema
 MANIFESTS = ("pyproject.toml", "constraints.txt")
 SITE = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 DONE = "done"
+TORCHTITAN = "torchtitan==0.3.0"
 EXTRAS = {NEWEST: "dev,zoo,trainers"}
 """Of each release; `dev` alone of others. Models of libraries run on the newest, which
 ``pip install .`` brings. pip takes the torchvision that is made for the torch that is there.
@@ -41,6 +43,17 @@ def python_with(version: str) -> Path:
     mark = hashlib.sha256(made_of.encode()).hexdigest()
     here = ROOT / "build" / f"torch-{version}"
     return kept(here, mark, lambda folder: _install_rest(folder, version, torch)) / "bin" / "python"
+
+
+def python_with_torchtitan() -> Path:
+    """An interpreter that imports torchtitan and the newest torch; the checkout is not in it."""
+    torch = kept(CACHE / f"torch-{NEWEST}", "", lambda folder: _install_torch(folder, NEWEST))
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    mark = hashlib.sha256(f"{TORCHTITAN}{needed}{torch}".encode()).hexdigest()
+    what = (TORCHTITAN, f"torch=={NEWEST}", *needed)
+    here = CACHE / TORCHTITAN.replace("==", "-")
+    found = kept(here, mark, lambda folder: _install_beside(folder, torch, *what))
+    return found / "bin" / "python"
 
 
 def kept(folder: Path, mark: str, install: Callable[[Path], None]) -> Path:
@@ -65,12 +78,16 @@ def _install_torch(folder: Path, version: str) -> None:
 
 
 def _install_rest(folder: Path, version: str, torch: Path) -> None:
+    _install_beside(folder, torch, f"torch=={version}", "-e", f".[{_extras(version)}]")
+
+
+def _install_beside(folder: Path, torch: Path, *what: str) -> None:
     _make(folder)
     (folder / SITE / "torch.pth").write_text(f"{torch / SITE}\n")
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
-    _pip(folder, "-c", str(constraints), f"torch=={version}", "-e", f".[{_extras(version)}]")
+    _pip(folder, "-c", str(constraints), *what)
 
 
 def _extras(version: str) -> str:

@@ -123,6 +123,14 @@ def step_of(**asked: Any) -> TrainingGraph:
     return remat.capture(Stack(), (rows(),), optimizer="adamw", sharding=Sharding(**found))
 
 
+def test_on_one_rank_fully_shard_copies_but_gathers_nothing() -> None:
+    values = step_of(world_size=1).value_by_name
+    assert values["gathered_forward_layers.0"].size_bytes == 0
+    copied = values["unsharded_forward_layers.0"].size_bytes
+    assert values["reduced_layers.0"].size_bytes >= copied > 0
+    assert values["gradient_shards_layers.0"].size_bytes >= copied
+
+
 def targets(graph: TrainingGraph, module: str) -> list[str]:
     return [op.target for op in graph.ops if op.cost_origin == "estimated" and op.module == module]
 
