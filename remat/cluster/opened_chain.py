@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from remat import __version__
@@ -15,18 +17,19 @@ from remat.cluster.capture.model_chain import (
     ChainModel,
     ChainShape,
     chain_of,
-    refuse_tied,
-    tied_weights,
+    loose_state,
+    refuse_stages,
+    why_unstaged,
 )
 from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_on_rank, runs_split
 from remat.cluster.capture.watching import watch
 from remat.cluster.mesh import Cluster, ClusterRequest, Job, MeshSpec, Weights, shares_heads
 from remat.cluster.parts import (
-    CHAIN_POSITIONS,
     ChainPosition,
     Part,
     PartOption,
     PartWork,
+    forward_part,
     part_of,
     weights_later,
 )
@@ -62,11 +65,16 @@ class Chains:
                 sizes = {"batch": microbatch, _seq_name(named): seq}
                 title = f"factory {named.name} of {named.where}"
                 loaded = call(named.function, str(named), sizes, title)
-            chain = chain_of(
-                loaded.model, loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
-                self.pattern,
-            )  # fmt: skip
-            self.known[key] = chain, watch(chain)
+            given = loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target, self.pattern
+            chain = chain_of(loaded.model, *given)
+            try:
+                self.known[key] = chain, watch(chain)
+            except CaptureError:
+                # The largest list may be a chain where all of them are none.
+                largest = chain_of(chain.model, *given, is_whole=False)
+                if len(largest.blocks) == len(chain.blocks):
+                    raise
+                self.known[key] = largest, watch(largest)
         return self.known[key]
 
 
@@ -90,34 +98,38 @@ def job_of(chains: Chains, request: ClusterRequest, groups: FakeGroups) -> Job:
             "name the blocks with --blocks so that they begin right after the embedding: there are "
             f"matrix products before block {chain.first_path}"
         )
-    tied = tied_weights(chain, shape)
     if asked.pp not in (None, 1):
-        refuse_tied(tied)
-    flops, layers = shape.products_flops, len(chain.blocks)
-    blocks_flops = layers * (flops["block"] + shape.attention_flops)
-    return Job(
-        type(chain.model).__name__, layers, request.batch, request.seq,
-        {place: _weights(chain, shape, place) for place in CHAIN_POSITIONS},
-        shape.border.numel() * shape.border.element_size(),
-        {place: _BACKWARD_TIMES * flops[place] for place in CHAIN_POSITIONS},
-        _BACKWARD_TIMES * (blocks_flops + flops["last"]),
+        refuse_stages(chain, shape)
+    flops, counted = shape.products_flops, shape.attention_flops
+    kinds = shape.kinds if len(shape.blocks) > 1 else ()
+    job = Job(
+        type(chain.model).__name__, len(chain.blocks), request.batch, request.seq, {},
+        max(block.read.numel() * block.read.element_size() for _, block in shape.blocks),
+        {place: _BACKWARD_TIMES * of_place for place, of_place in flops.items()}, 0,
         _tensor_degrees(chain, shape, asked, groups, request.node_size),
-        _context_degrees(shape, asked), tied, tuple(sorted(shape.heads)),
+        _context_degrees(shape, asked), why_unstaged(chain, shape), tuple(sorted(shape.heads)),
+        kinds, shape.unrun or loose_state(chain),
     )  # fmt: skip
+    weights = {place: _weights(chain, shape, place) for place in flops}
+    flops_of_all = sum(flops[place] + counted[place] for place in job.all_positions)
+    return replace(job, weights=weights, model_flops=_BACKWARD_TIMES * flops_of_all)
 
 
 def _weights(chain: ChainModel, shape: ChainShape, place: ChainPosition) -> Weights:
     modules = dict(chain.model.named_modules())
-    split = whole = 0
-    for name in sorted(shape.parameters[place]):
+    found = Counter[tuple[bool, bool]]()
+    # Without stages, weights that are tied are there once.
+    before = shape.parameters["first"] if place == "last" else set[str]()
+    for name in sorted(shape.parameters[place] - before):
         path, _, kind = name.rpartition(".")
         role = shape.roles.get(path)
         # The rows of an embedding are the vocabulary, which tensor parallel ranks share.
         is_split = role == "columns" or (role == "rows" and kind == "weight")
         is_split |= isinstance(modules.get(path), nn.Embedding)
-        elements = chain.model.get_parameter(name).numel()
-        split, whole = split + elements * is_split, whole + elements * (not is_split)
-    return Weights(split, whole)
+        parameter = chain.model.get_parameter(name)
+        found[is_split, parameter.requires_grad] += parameter.numel()
+    frozen = found[True, False], found[False, False]
+    return Weights(found[True, True] + frozen[0], found[False, True] + frozen[1], *frozen)
 
 
 def _tensor_degrees(
@@ -194,6 +206,8 @@ class KeptParts:
         if found.part is not None:
             return found.part.work
         assert found.graph is not None
+        if not self._trains(place):
+            return PartWork(forward_part(found.graph).work_us)
         # A mesh that its work alone rules out needs no options.
         later = weights_later(found.graph, found.border_gradient)
         return PartWork(found.graph.time_us, later.weight_us)
@@ -204,11 +218,21 @@ class KeptParts:
         if found.part is not None:
             return found.part
         assert found.graph is not None
-        part = part_of(found.graph, found.border_gradient)
+        if self._trains(place):
+            part = part_of(found.graph, found.border_gradient)
+        else:
+            part = forward_part(found.graph)
         self.known[key] = msgspec.structs.replace(found, part=part)
         # Written once more, now with its options.
         self._keep(key)
         return part
+
+    def _trains(self, place: ChainPosition) -> bool:
+        """Whether backward reaches a part of the chain."""
+        if place not in self.job.block_positions:
+            return True
+        _, shape = self.chains.at(1, self.job.seq)
+        return shape.blocks[self.job.block_positions.index(place)][1].trains
 
     def graph(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> TrainingGraph:
         found = self._begun((place, tp, cp, microbatch)).graph
@@ -237,7 +261,9 @@ class KeptParts:
         rate = self.cluster.bytes_per_us
         forward_us, backward_us = 2 * rows / rate, (table_bytes + 2 * rows) / rate
         need = int(rows) + table_bytes
-        return _KeptPart(None, Part(forward_us, backward_us, (PartOption(0, need, 0.0),)))
+        # What all blocks are given, such as a mask, is there until backward.
+        saved = microbatch * self.chains.at(1, self.job.seq)[1].given_bytes // cp
+        return _KeptPart(None, Part(forward_us, backward_us, (PartOption(saved, need, 0.0),)))
 
     def _keep(self, key: _PartKey) -> None:
         _FILES.write(self._name(*key), msgspec.json.encode(self.known[key]))
@@ -245,8 +271,11 @@ class KeptParts:
     def _captured(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> _KeptPart:
         chain, shape = self.chains.at(microbatch, self.job.seq // cp)
         device, links = self.cluster.device, self.cluster.links
-        if place == "block":
-            graph, gradient = block_graph_on_rank(chain, shape, tp, cp, self.groups, device, links)
+        if place in self.job.block_positions:
+            kind = self.job.block_positions.index(place)
+            graph, gradient = block_graph_on_rank(
+                chain, shape, kind, tp, cp, self.groups, device, links
+            )
             return _KeptPart(graph, border_gradient=gradient)
         return _KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
 

@@ -108,8 +108,9 @@ class ClusterFile(Record, frozen=True):
     """A plan for a cluster.
 
     `parameters` : elements. `budget_bytes` : of a GPU. `gradients` : reduced after ``each``
-    microbatch, or ``once``. `graphs` : of the distinct block and of the head, as one rank runs
-    them, with costs. `modelled` : what is modelled, in words.
+    microbatch, or ``once``. `graphs` : of each distinct block and of the head, as one rank runs
+    them, with costs. `modelled` : what is modelled, in words. `unrun` : why
+    `remat.cluster.parallelize` does not run it; empty if it may.
     """
 
     noun: ClassVar[str] = "plan for a cluster"
@@ -137,6 +138,7 @@ class ClusterFile(Record, frozen=True):
     versions: Versions
     kind: str = _CLUSTER_KIND
     hop_us: float = 0.0
+    unrun: str = ""
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
