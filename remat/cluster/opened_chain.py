@@ -21,7 +21,12 @@ from remat.cluster.capture.model_chain import (
     refuse_stages,
     why_unstaged,
 )
-from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_on_rank, runs_split
+from remat.cluster.capture.rank_graph import (
+    before_graph_on_rank,
+    behind_graph_on_rank,
+    block_graph_on_rank,
+    runs_split,
+)
 from remat.cluster.capture.watching import watch
 from remat.cluster.mesh import Cluster, ClusterRequest, Job, MeshSpec, Weights, shares_heads
 from remat.cluster.parts import (
@@ -29,6 +34,7 @@ from remat.cluster.parts import (
     Part,
     PartOption,
     PartWork,
+    block_position,
     forward_part,
     part_of,
     weights_later,
@@ -43,7 +49,8 @@ _SEQ_NAMES = ("seq", "sequence", "seq_len")
 _TENSOR, _CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 """Tensor and context parallel degrees that are tried."""
 _BACKWARD_TIMES = 3
-"""Operations of forward and backward over those of forward: two products for each one."""
+"""Operations of forward and backward over those of forward: two products for each one, and one
+where the weight is frozen."""
 
 _Shown = tuple[ChainModel, ChainShape]
 
@@ -93,10 +100,9 @@ def job_of(chains: Chains, request: ClusterRequest, groups: FakeGroups) -> Job:
     """`CaptureError` where a degree that is asked for cannot be, or stages would share weights."""
     (chain, shape), asked = chains.at(1, request.seq), request.asked
     assert shape.border is not None
-    if shape.products_flops["first"]:
+    if not any(p.requires_grad for p in chain.model.parameters()):
         raise CaptureError(
-            "name the blocks with --blocks so that they begin right after the embedding: there are "
-            f"matrix products before block {chain.first_path}"
+            f"let some parameter train: none of {type(chain.model).__name__} requires a gradient"
         )
     if asked.pp not in (None, 1):
         refuse_stages(chain, shape)
@@ -105,14 +111,32 @@ def job_of(chains: Chains, request: ClusterRequest, groups: FakeGroups) -> Job:
     job = Job(
         type(chain.model).__name__, len(chain.blocks), request.batch, request.seq, {},
         max(block.read.numel() * block.read.element_size() for _, block in shape.blocks),
-        {place: _BACKWARD_TIMES * of_place for place, of_place in flops.items()}, 0,
+        {place: _passes(chain, shape, place) * of_place for place, of_place in flops.items()}, 0,
         _tensor_degrees(chain, shape, asked, groups, request.node_size),
         _context_degrees(shape, asked), why_unstaged(chain, shape), tuple(sorted(shape.heads)),
         kinds, shape.unrun or loose_state(chain),
     )  # fmt: skip
     weights = {place: _weights(chain, shape, place) for place in flops}
-    flops_of_all = sum(flops[place] + counted[place] for place in job.all_positions)
-    return replace(job, weights=weights, model_flops=_BACKWARD_TIMES * flops_of_all)
+    of_attention = {place: (1 if _is_idle(shape, place) else _BACKWARD_TIMES) for place in flops}
+    model_flops = sum(
+        job.products_flops[place] + of_attention[place] * counted[place]
+        for place in job.all_positions
+    )
+    return replace(job, weights=weights, model_flops=model_flops)
+
+
+def _is_idle(shape: ChainShape, place: ChainPosition) -> bool:
+    """Whether backward does not reach a kind of block."""
+    places = [block_position(kind) for kind in range(len(shape.blocks))]
+    return place in places and not shape.blocks[places.index(place)][1].trains
+
+
+def _passes(chain: ChainModel, shape: ChainShape, place: ChainPosition) -> int:
+    """How many products a step has for each one of forward, at least."""
+    if _is_idle(shape, place):
+        return 1
+    trained = (chain.model.get_parameter(n).requires_grad for n in shape.parameters[place])
+    return _BACKWARD_TIMES if all(trained) else _BACKWARD_TIMES - 1
 
 
 def _weights(chain: ChainModel, shape: ChainShape, place: ChainPosition) -> Weights:
@@ -170,7 +194,7 @@ def _context_degrees(shape: ChainShape, asked: MeshSpec) -> tuple[int, ...]:
 # numbers, the split, the device, the links, and the versions of torch and remat.
 
 
-_SCHEMA = 5  # of the files; those of another one are not read
+_SCHEMA = 6  # of the files; those of another one are not read
 _FILES = CacheFiles("parts of clusters", "each plan captures them anew", "cluster", most_files=4096)
 
 
@@ -218,7 +242,9 @@ class KeptParts:
         if found.part is not None:
             return found.part
         assert found.graph is not None
-        if self._trains(place):
+        if place == "first":
+            part = self._with_given(part_of(found.graph), key)
+        elif self._trains(place):
             part = part_of(found.graph, found.border_gradient)
         else:
             part = forward_part(found.graph)
@@ -229,10 +255,7 @@ class KeptParts:
 
     def _trains(self, place: ChainPosition) -> bool:
         """Whether backward reaches a part of the chain."""
-        if place not in self.job.block_positions:
-            return True
-        _, shape = self.chains.at(1, self.job.seq)
-        return shape.blocks[self.job.block_positions.index(place)][1].trains
+        return not _is_idle(self.chains.at(1, self.job.seq)[1], place)
 
     def graph(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> TrainingGraph:
         found = self._begun((place, tp, cp, microbatch)).graph
@@ -242,8 +265,9 @@ class KeptParts:
     def _begun(self, key: _PartKey) -> _KeptPart:
         if key in self.known:
             return self.known[key]
-        if key[0] == "first":
-            found = self._embedding(*key[1:])
+        place, tp, cp, microbatch = key
+        if place == "first" and not self._computes_before():
+            found = _KeptPart(None, self._with_given(self._embedding(tp, cp, microbatch), key))
         else:
             found = _FILES.read(self._name(*key), lambda data: decode_json(data, _KeptPart))
             self.read += found is not None
@@ -254,16 +278,27 @@ class KeptParts:
         self.known[key] = found
         return found
 
-    def _embedding(self, tp: int, cp: int, microbatch: int) -> _KeptPart:
+    def _computes_before(self) -> bool:
+        """Whether more than rows of a table come before the blocks."""
+        _, shape = self.chains.at(1, self.job.seq)
+        return bool(shape.products_flops["first"] + shape.attention_flops["first"])
+
+    def _with_given(self, part: Part, key: _PartKey) -> Part:
+        """What all blocks are given, such as a mask, is there until backward."""
+        _, _, cp, microbatch = key
+        given = microbatch * self.chains.at(1, self.job.seq)[1].given_bytes // cp
+        # It is run as it is, so it keeps all.
+        option = replace(part.options[0], recomputed=())
+        return replace(part, options=(replace(option, saved_bytes=option.saved_bytes + given),))
+
+    def _embedding(self, tp: int, cp: int, microbatch: int) -> Part:
         """Costed by its bytes: rows read and written, a gradient filled and added."""
         rows = microbatch * self.job.border_bytes / (tp * cp)
         table_bytes = 2 * self.job.weights["first"].on_rank(tp)
         rate = self.cluster.bytes_per_us
         forward_us, backward_us = 2 * rows / rate, (table_bytes + 2 * rows) / rate
         need = int(rows) + table_bytes
-        # What all blocks are given, such as a mask, is there until backward.
-        saved = microbatch * self.chains.at(1, self.job.seq)[1].given_bytes // cp
-        return _KeptPart(None, Part(forward_us, backward_us, (PartOption(saved, need, 0.0),)))
+        return Part(forward_us, backward_us, (PartOption(0, need, 0.0),))
 
     def _keep(self, key: _PartKey) -> None:
         _FILES.write(self._name(*key), msgspec.json.encode(self.known[key]))
@@ -277,6 +312,8 @@ class KeptParts:
                 chain, shape, kind, tp, cp, self.groups, device, links
             )
             return _KeptPart(graph, border_gradient=gradient)
+        if place == "first":
+            return _KeptPart(before_graph_on_rank(chain, self.groups, device, links))
         return _KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
 
     def _name(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> str:

@@ -37,6 +37,11 @@ def leaf_on_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
+def _in_bfloat16(leaf: Any) -> Any:
+    is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(torch.bfloat16) if is_float else leaf
+
+
 _LEAST_BLOCKS = 2
 
 
@@ -157,6 +162,8 @@ def chain_of(
     given = dict(kwargs or {})
     if "use_cache" in inspect.signature(model.forward).parameters:  # of transformers'
         given.setdefault("use_cache", False)  # a cache is for generation, and blocks would fill it
+    # As mixed precision casts what the model is given.
+    args, given = pytree.tree_map(_in_bfloat16, (args, given))
     on_meta = pytree.tree_map(leaf_on_meta, (args, given, target))
     return ChainModel(model, blocks, on_meta[0], on_meta[1], loss_fn, on_meta[2])
 

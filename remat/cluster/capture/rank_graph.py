@@ -272,6 +272,43 @@ def behind_graph_on_rank(
     return _prepared(traced, groups, links)
 
 
+class _Reached(BaseException):  # no `Exception`: a forward may catch those
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()
+        self.given = given
+
+
+class _Ends(nn.Module):
+    """In the place of the first block: ends forward with what the block is given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        raise _Reached([t for t in given if isinstance(t, Tensor) and t.is_floating_point()])
+
+
+class _BeforeRank(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self.model(*args, **kwargs)
+        except _Reached as reached:
+            return tuple(reached.given)
+
+
+def before_graph_on_rank(
+    chain: ChainModel, groups: FakeGroups, device: str, links: RankLinks
+) -> TrainingGraph:
+    """Of what runs before the blocks, which each tensor parallel rank runs whole."""
+    ends: dict[int, Any] = {id(block): _Ends() for block in chain.blocks.values()}
+    module = _BeforeRank(copy.deepcopy(chain.model, ends))
+    args = _stored((chain.args, chain.kwargs))
+    traced = trace(module, args, {}, device=device, optimizer="none", split="none")
+    return _prepared(traced, groups, links)
+
+
 def _stand_in(shape: ChainShape, number: int, tp: int, noted: list[Tensor]) -> nn.Module:
     """In the place of a block, where what lies beside blocks is traced."""
     result = shape.results[number]

@@ -14,8 +14,6 @@ One forward runs on the meta device, which computes shapes alone. It tells
 from __future__ import annotations
 
 import hashlib
-import os
-import traceback
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -40,6 +38,7 @@ from remat.cluster.parts import ChainPosition, block_position
 from remat.graph_capture.costs.cache import flops_of_call
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError, RematError
+from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.torch_private.core import (
     CallWatcher,
     OpWatcher,
@@ -155,7 +154,6 @@ class _WatchedAttention(AttentionMode):
         return result
 
 
-_TORCH = os.path.dirname(torch.__file__)
 _MOST_KINDS = 16  # of blocks: each is captured and solved apart
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default")
 _NO_CHAIN = "so the model is not a chain of blocks, which a cluster's plan needs"
@@ -180,12 +178,10 @@ def _run(chain: ChainModel) -> None:
     except RematError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = next(f for f in reversed(frames) if not f.filename.startswith(_TORCH))
         raise CaptureError(
-            "run forward and the loss once on tensors of the meta device, which have no values, or "
-            f"plan one rank with remat run --sharding: {type(chain.model).__name__} fails there, at "
-            f"{where.filename}:{where.lineno}: {_kind(error)}: {str(error).partition(chr(10))[0]}"
+            "let forward and the loss run once on the meta device, whose tensors have no values, "
+            f"or plan one rank with remat run --sharding: {_kind(error)} "
+            f"({source_of_error(error.__traceback__)}): {str(error).partition(chr(10))[0]}"
         ) from error
 
 
@@ -256,6 +252,8 @@ class _Watcher(OpWatcher):
             raise CaptureError(
                 f"{_OTHER_BLOCKS}: block {missing} is not called in turn, {_NO_CHAIN}"
             )
+        frozen = [n for n, p in self.chain.model.named_parameters() if not p.requires_grad]
+        self.hash.update(repr(frozen).encode())
         shape.digest = self.hash.hexdigest()
         self._hand_on()
         self._number_kinds()
@@ -475,7 +473,10 @@ class _Watcher(OpWatcher):
         """Note where a block is given others arguments than the first one."""
         first = self.of_block[0].shape
         assert first is not None
-        known, given = first.leaves[1:], block.leaves[1:]
+        at = block.borders or (0,)
+        known, given = (
+            [leaf for i, leaf in enumerate(one.leaves) if i not in at] for one in (first, block)
+        )
         if len(known) != len(given) or any(
             # Tensors have no values here to compare.
             a is not b and (isinstance(a, Tensor) or a != b)
