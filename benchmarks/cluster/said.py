@@ -20,7 +20,7 @@ def published_lines(name: str, facts: dict[str, Any]) -> list[str]:
     if facts["published_s"]:
         published.append(f"{facts['published_s']:.2f} s, ours {off_text(facts, ours['step_s'])}")
     lines = [
-        f"{head}: {ours['mesh']}: {_figures(ours)}; published {', '.join(published)} "
+        f"{head}: {ours['mesh']}: {_figures(ours)}; published {', '.join(published) or 'none'} "
         f"({facts['source']})",
         f"    takes {_takes(ours)}",
     ]

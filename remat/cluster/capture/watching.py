@@ -276,9 +276,9 @@ class _Watcher(OpWatcher):
             result = {id(leaf) for leaf in pytree.tree_leaves(block.result)}
             own = tuple(i for i in block.borders if id(leaves[i]) not in result)
             if own and own != block.borders:
-                block.with_gradient += tuple(
-                    i for i in block.borders if i not in own and id(leaves[i]) in self.trained
-                )
+                handed = (i for i in block.borders if i not in own)
+                reached = (i for i in handed if id(leaves[i]) in self.trained)
+                block.with_gradient = tuple(sorted((*block.with_gradient, *reached)))
                 block.borders = own
                 self._hand_over(number)
         for noted, behind in pairwise(self.of_block):
