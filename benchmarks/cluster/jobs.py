@@ -30,8 +30,8 @@ class PublishedJob:
     Attributes
     ----------
     step_s, mfu : as published; None where they were not. budget : of a GPU.
-    models : the module of its factory. again : what the job computes again by a rule of its own, where the source says so and `rule.py`
-        knows it.
+    models : the module of its factory. again : what the job computes again by a rule of its own,
+        where the source says so and `rule.py` knows it.
     """
 
     name: str

@@ -15,7 +15,7 @@ def published_lines(name: str, facts: dict[str, Any]) -> list[str]:
     head = f"{name} on {facts['gpus']} x {facts['device']}"
     ours = facts["on_its_mesh"]
     if ours is None:
-        return [f"{head}: the published mesh does not fit"]
+        return [f"{head}: its mesh does not fit"]
     published = [f"MFU {percent_text(facts['published_mfu'])}"] if facts["published_mfu"] else []
     if facts["published_s"]:
         published.append(f"{facts['published_s']:.2f} s, ours {off_text(facts, ours['step_s'])}")
