@@ -175,7 +175,7 @@ _SLOTS = 2048  # steps of the grid for what all blocks save together
 _CLOSE_US = 1e-6  # two sums of the same times, in another order, differ by less
 
 _Counts = npt.NDArray[np.int64]
-OfEachKind = tuple[int, ...]
+_OfEachKind = tuple[int, ...]
 """How many blocks there are of each kind."""
 
 
@@ -194,7 +194,7 @@ class _Table(NamedTuple):
     """Of options that need no more: the least extra time by blocks and slots."""
 
     need_bytes: int
-    by_counts: dict[OfEachKind, Floats]
+    by_counts: dict[_OfEachKind, Floats]
     least_us: Floats
 
 
@@ -204,7 +204,7 @@ class BlockTables:
     `options` : of all kinds, one after another; they are chosen by their number here.
     """
 
-    def __init__(self, kinds: Sequence[Sequence[PartOption]], rows: Sequence[OfEachKind]) -> None:
+    def __init__(self, kinds: Sequence[Sequence[PartOption]], rows: Sequence[_OfEachKind]) -> None:
         self.kinds, self.rows = tuple(map(tuple, kinds)), tuple(rows)
         self.options = tuple(option for options in self.kinds for option in options)
         self.begins = tuple(accumulate(map(len, self.kinds), initial=0))
@@ -227,7 +227,7 @@ class BlockTables:
     def _table(self, need_bytes: int) -> _Table:
         known = {(0,) * len(self.kinds): np.zeros(self.width)}
         for row in self.rows:
-            lacking, counts = list[OfEachKind](), row
+            lacking, counts = list[_OfEachKind](), row
             while counts not in known:
                 lacking.append(counts)
                 counts = _one_less(counts)[1]
@@ -236,7 +236,7 @@ class BlockTables:
         return _Table(need_bytes, known, np.array([known[row] for row in self.rows]))
 
     def _with_one_more(
-        self, counts: OfEachKind, need_bytes: int, known: dict[OfEachKind, Floats]
+        self, counts: _OfEachKind, need_bytes: int, known: dict[_OfEachKind, Floats]
     ) -> Floats:
         kind, fewer = _one_less(counts)
         least, made = known[fewer], np.full(self.width, np.inf)
@@ -309,7 +309,7 @@ class BlockTables:
         return np.clip(np.min(found, axis=0), -1, self.width - 1).astype(np.int64)
 
 
-def _one_less(counts: OfEachKind) -> tuple[int, OfEachKind]:
+def _one_less(counts: _OfEachKind) -> tuple[int, _OfEachKind]:
     """The last kind that has any, and the counts with one less of it."""
     kind = max(i for i, n in enumerate(counts) if n)
     return kind, (*counts[:kind], counts[kind] - 1, *counts[kind + 1 :])
@@ -333,7 +333,7 @@ class BlockRows:
         n, self.kinds = len(kinds), max(kinds) + 1
         one_hot = np.eye(self.kinds, dtype=np.int64)[list(kinds)]
         self._before = np.vstack([np.zeros_like(one_hot[:1]), one_hot.cumsum(axis=0)])
-        number: dict[OfEachKind, int] = {}
+        number: dict[_OfEachKind, int] = {}
         # By size, so that of one kind row n has n blocks.
         begins = [range(n - size + 1 if self.kinds > 1 else 1) for size in range(n + 1)]
         runs = [(range(a, a + size),) for size in range(n + 1) for a in begins[size]]
@@ -348,7 +348,7 @@ class BlockRows:
         for (run,) in runs:
             self.of_run[run.start, len(run)] = self.of((run,))
 
-    def _counts(self, ranges: Sequence[range]) -> OfEachKind:
+    def _counts(self, ranges: Sequence[range]) -> _OfEachKind:
         found = sum((self._before[r.stop] - self._before[r.start] for r in ranges), start=0)
         return tuple(np.atleast_1d(found).tolist())
 

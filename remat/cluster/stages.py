@@ -46,7 +46,7 @@ _STATE_BYTES, _WEIGHT_BYTES, _GRADIENT_BYTES = 12, 2, 4
 """Of one parameter: master and two moments in float32; in bfloat16; its float32 gradient."""
 
 
-class StageParameters(NamedTuple):
+class _StageParameters(NamedTuple):
     """Elements that one rank has: of all, and of those that train."""
 
     all: _Counts
@@ -55,13 +55,13 @@ class StageParameters(NamedTuple):
 
 def stage_parameters(
     job: Job, tp: int, counts: _Counts, *, first: bool, last: bool
-) -> StageParameters:
+) -> _StageParameters:
     """Of a stage with so many blocks of each kind, by row."""
     ends = [job.weights[place] for place, has in (("first", first), ("last", last)) if has]
     blocks = [job.weights[place] for place in job.block_positions]
     every = counts @ [w.on_rank(tp) for w in blocks] + sum(w.on_rank(tp) for w in ends)
     trained = counts @ [w.trained_on_rank(tp) for w in blocks]
-    return StageParameters(every, trained + sum(w.trained_on_rank(tp) for w in ends))
+    return _StageParameters(every, trained + sum(w.trained_on_rank(tp) for w in ends))
 
 
 def least_states_bytes(job: Job, mesh: Mesh) -> float:

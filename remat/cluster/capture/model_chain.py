@@ -157,7 +157,7 @@ def chain_of(
         _require_several(blocks)
     else:
         lists = _lists_of_blocks(model)
-        chosen = lists if is_whole else [max(lists, key=_elements)]
+        chosen = lists if is_whole else [max(lists, key=_elements_of)]
         blocks = {path: block for one in chosen for path, block in one.items()}
     given = dict(kwargs or {})
     if "use_cache" in inspect.signature(model.forward).parameters:  # of transformers'
@@ -232,15 +232,15 @@ def _lists_of_blocks(model: nn.Module) -> list[dict[str, nn.Module]]:
             f"name the blocks with --blocks, such as 'layers.*': {type(model).__name__} has no "
             "list of blocks of one class, so it is not a chain that can be planned for a cluster"
         )
-    most = max(map(_elements, found))
-    return [one for one in found if _elements(one) >= _LEAST_SHARE * most]
+    most = max(map(_elements_of, found))
+    return [one for one in found if _elements_of(one) >= _LEAST_SHARE * most]
 
 
 def _lies_in(path: str, blocks: Mapping[str, nn.Module]) -> bool:
     return any(path == block or path.startswith(f"{block}.") for block in blocks)
 
 
-def _elements(blocks: Mapping[str, nn.Module]) -> int:
+def _elements_of(blocks: Mapping[str, nn.Module]) -> int:
     return sum(p.numel() for block in blocks.values() for p in block.parameters())
 
 

@@ -168,11 +168,11 @@ def watch(chain: ChainModel) -> ChainShape:
             hooks.enter_context(handle)
         # Meta tensors have no values: code that looks at them leaves that out where it is compiled.
         with compiling_and_exporting(True, False), _WatchedAttention(watcher), watcher:
-            _run(chain)
+            _run_once(chain)
     return watcher.found()
 
 
-def _run(chain: ChainModel) -> None:
+def _run_once(chain: ChainModel) -> None:
     try:
         apply_loss(chain.loss_fn, chain.model(*chain.args, **chain.kwargs), chain.target)
     except RematError:
@@ -202,7 +202,7 @@ def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:
 
 
 @dataclass
-class _Noted:
+class _NotedPart:
     """What runs in one block, or in one part beside them."""
 
     shape: BlockShape | None = None
@@ -219,8 +219,8 @@ class _Watcher(OpWatcher):
         self.shape = ChainShape()
         parameters = dict(chain.model.named_parameters())
         self.names = {id(p): name for name, p in parameters.items()}
-        self.beside: dict[ChainPosition, _Noted] = {"first": _Noted(), "last": _Noted()}
-        self.of_block: list[_Noted] = []
+        self.beside: dict[ChainPosition, _NotedPart] = {"first": _NotedPart(), "last": _NotedPart()}
+        self.of_block: list[_NotedPart] = []
         self.inside: int | None = None
         self.after = -1
         # Here and below the tensors are held, so that no other gets the id of one.
@@ -237,7 +237,7 @@ class _Watcher(OpWatcher):
         return "first" if self.after < 0 else "last"
 
     @property
-    def now(self) -> _Noted:
+    def now(self) -> _NotedPart:
         return self.beside[self.place] if self.inside is None else self.of_block[self.inside]
 
     @property
@@ -442,7 +442,7 @@ class _Watcher(OpWatcher):
         block.with_gradient = tuple(i for i in reached if i not in block.borders)
         if number and not self.shape.unrun:
             self._compare(number, block)
-        self.of_block.append(_Noted(block))
+        self.of_block.append(_NotedPart(block))
         self.inside = number
 
     def _begin_list(self, number: int) -> None:
