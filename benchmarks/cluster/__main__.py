@@ -2,7 +2,8 @@
 
 `python -m benchmarks.cluster [--free] [--keep] [NAME ...]`; `--page` only writes the table of the
 docs from the kept results. All of our times are modelled. Published figures are those of the papers
-named with each job; those marked * were not read again for this table.
+named with each job; those marked * were not read again for this table. Jobs without a published
+step are printed and not kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from benchmarks.cells.cell import commit_here, versions
 from benchmarks.cluster.facts import found_facts, seconds
-from benchmarks.cluster.jobs import ALL_AGAIN, HALF_AGAIN, JOBS, MODELS, PublishedJob
+from benchmarks.cluster.jobs import ALL_AGAIN, HALF_AGAIN, JOBS, UNPUBLISHED, PublishedJob
 from benchmarks.cluster.rule import step_with_all_again_us, step_with_half_again_us
 from benchmarks.cluster.said import free_lines, published_lines
 from benchmarks.cluster.table import write_page
@@ -30,7 +31,7 @@ RULES = {HALF_AGAIN: step_with_half_again_us, ALL_AGAIN: step_with_all_again_us}
 def published_facts(job: PublishedJob) -> dict[str, Any]:
     """The job, with the planner on its published mesh."""
     began = time.process_time()
-    found = plan_cluster(f"{MODELS}:{job.model}", job.request(job.mesh), 0)
+    found = plan_cluster(job.factory, job.request(job.mesh), 0)
     facts: dict[str, Any] = {
         "gpus": job.gpus, "device": job.device, "batch": job.batch, "seq": job.seq,
         "source": job.source, "published_s": job.step_s, "published_mfu": job.mfu,
@@ -44,7 +45,7 @@ def published_facts(job: PublishedJob) -> dict[str, Any]:
 def free_facts(job: PublishedJob) -> dict[str, Any]:
     """What is chosen if nothing is fixed."""
     began = time.process_time()
-    found = plan_cluster(f"{MODELS}:{job.model}", job.request(MeshSpec()), RUNNERS_UP)
+    found = plan_cluster(job.factory, job.request(MeshSpec()), RUNNERS_UP)
     return {"free": found_facts(found), "free_made": _made(began)}
 
 
@@ -70,9 +71,9 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help=f"into {RESULTS.name}")
     parser.add_argument("--page", action="store_true", help="write the table of the docs alone")
     asked = parser.parse_args()
-    for job in () if asked.page else JOBS:
+    for job in () if asked.page else (*JOBS, *UNPUBLISHED):
         if not asked.names or job.name in asked.names:
-            _run(job, is_free=asked.free, is_kept=asked.keep)
+            _run(job, is_free=asked.free, is_kept=asked.keep and job in JOBS)
     if asked.page or asked.keep:
         write_page(json.loads(RESULTS.read_text()))
 

@@ -53,8 +53,8 @@ def takes(found: ClusterOutcome) -> dict[str, float]:
     share = d.microbatches / d.pp
     work_us = share * sum(stage.work_us for stage in best.stages)
     again_us = share * sum(stage.extra_us for stage in best.stages)
-    block, last = file.graphs
-    waited_us = share * (found.job.layers * _collectives_us(block) + _collectives_us(last))
+    *blocks, last = map(_collectives_us, file.graphs)
+    waited_us = share * (sum(blocks[kind] for kind in found.job.kind_of_layer) + last)
     tail_us = best.plan.time_us - best.plan.pipeline_us if d.pp > 1 else None
     if tail_us is None:
         tail_us = best.time_us - work_us - again_us

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from remat.cluster.mesh import ClusterRequest, MeshSpec
 
 MODELS = "benchmarks.cluster_models"
+FAMILIES = "benchmarks.cluster.families"
 H800 = Path(__file__).parent / "links_h800.json"
 KORTHIKANTI = "Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, table 5 *"
 TITAN = "torchtitan, 2024-12, benchmarks/llama3_h100_202412_torchtitan.md"
 YUAN = "Yuan et al. 2024, the artifact's README *"
+MOSAIC = "llm-foundry, scripts/train/benchmarking/README.md, H100 80GB BF16, MPT of these sizes"
 LLAMA = "Llama 3, 2024, https://arxiv.org/abs/2407.21783, table 4 *"
 """Figures of sources that end with * were not read again for this table."""
+NO_SOURCE = "no table that we know"
 WHOLE_80GB = "72GiB"
 HALF_AGAIN, ALL_AGAIN = "every second product of a block", "all of each block"
 
@@ -25,8 +30,8 @@ class PublishedJob:
     Attributes
     ----------
     step_s, mfu : as published; None where they were not. budget : of a GPU.
-    again : what the job computes again by a rule of its own, where the source says so and `rule.py`
-        knows it.
+    models : the module of its factory. again : what the job computes again by a rule of its own,
+        where the source says so and `rule.py` knows it.
     """
 
     name: str
@@ -42,12 +47,18 @@ class PublishedJob:
     links: Path | None = None
     budget: str = WHOLE_80GB
     again: str = ""
+    models: str = MODELS
+
+    @property
+    def factory(self) -> str:
+        """As `remat cluster` takes it."""
+        return f"{self.models}:{self.model}"
 
     def request(self, asked: MeshSpec) -> ClusterRequest:
         """Of Megatron's kind, with receive buffers for microbatches in flight; torchtitan's not."""
         return ClusterRequest(
             self.gpus, self.batch, self.seq, self.device, 8, self.budget, self.links, asked,
-            receive_ring=self.source is not TITAN,
+            receive_ring=self.source in (KORTHIKANTI, YUAN, LLAMA),
         )  # fmt: skip
 
 
@@ -66,12 +77,30 @@ def _interleaved(
     return MeshSpec(tp, cp, pp, microbatch, virtual_stages, schedule="Interleaved1F1B")
 
 
-def _titan(gpus: int, step_s: float) -> PublishedJob:
+def _titan(gpus: int, step_s: float, models: str = MODELS, name: str = "llama3-8b") -> PublishedJob:
     """Eager, without float8. Its card is of the table; the MFU that it states is of another one."""
     return PublishedJob(
-        f"llama3-8b-{gpus}", "llama3_8b", gpus, 2 * gpus, 8192, "h100-hbm2e", MeshSpec(1, 1, 1, 2),
-        TITAN, step_s, budget="80GiB", again=HALF_AGAIN,
+        f"{name}-{gpus}", "llama3_8b", gpus, 2 * gpus, 8192, "h100-hbm2e", MeshSpec(1, 1, 1, 2),
+        TITAN, step_s, budget="80GiB", again=HALF_AGAIN, models=models,
     )  # fmt: skip
+
+
+def _mosaic(size: str, gpus: int, microbatch: int, batch: int, tokens_per_s: int) -> PublishedJob:
+    """FSDP, nothing computed again."""
+    return PublishedJob(
+        f"opt-{size}-{gpus}", f"opt_{size}", gpus, batch, 2048, "h100",
+        MeshSpec(1, 1, 1, microbatch), MOSAIC, batch * 2048 / tokens_per_s, models=FAMILIES,
+    )  # fmt: skip
+
+
+def _unpublished(model: str, seq: int, microbatch: int, each: int) -> Iterator[PublishedJob]:
+    """On 8 and 64 GPUs, with `each` sequences for a GPU."""
+    for gpus in (8, 64):
+        name = f"{model.replace('_', '-')}-{gpus}"
+        mesh = MeshSpec(1, 1, 1, microbatch)
+        yield PublishedJob(
+            name, model, gpus, gpus * each, seq, "h100", mesh, NO_SOURCE, models=FAMILIES
+        )
 
 
 # The paper names three virtual stages a rank for 175B and 530B, and none for 1T: those are chosen.
@@ -92,4 +121,18 @@ JOBS = (
         "llama3-405b", "llama3_405b", 8192, 2048, 8192, "h100", _interleaved(8, 1, 16, 1), LLAMA,
         None, 0.43,
     ),
+    _titan(8, 2.844, FAMILIES, "hf-llama3-8b"),
+    _mosaic("1b", 8, 14, 112, 363645),
+    _mosaic("3b", 64, 6, 1152, 1441663),
+    _mosaic("7b", 8, 6, 48, 85144),
+    _mosaic("13b", 8, 2, 16, 38336),
+    _mosaic("13b", 64, 2, 128, 307209),
 )  # fmt: skip
+UNPUBLISHED = tuple(chain.from_iterable((
+    _unpublished("qwen3_8b", 4096, 1, 4), _unpublished("gemma3_12b", 4096, 1, 4),
+    _unpublished("gpt2_xl", 1024, 4, 8), _unpublished("mixtral_8x7b", 4096, 1, 2),
+    _unpublished("qwen3_30b_a3b", 4096, 1, 2), _unpublished("vit_huge", 1, 8, 32),
+    _unpublished("bert_large", 512, 8, 32), _unpublished("t5_3b", 512, 4, 8),
+    _unpublished("bart_large", 1024, 4, 8),
+)))  # fmt: skip
+"""Families of transformers, planned in the same way, with no published step beside them."""

@@ -24,13 +24,13 @@ def step_with_half_again_us(found: ClusterOutcome) -> float:
     """Of the best mesh, which has no pipeline, by torchtitan's rule."""
     best, file = found.ranked[0], found.file
     assert file is not None
-    assert found.block is not None
     (stage,) = best.stages
-    ends_us = stage.work_us - found.job.layers * found.block.work_us
+    (block,) = found.blocks
+    ends_us = stage.work_us - found.job.layers * block.work_us
 
     def with_us(extra_us: float) -> float:
         return data_parallel_us(
-            found.job, found.cluster, best.plan.mesh, found.block, extra_us, ends_us
+            found.job, found.cluster, best.plan.mesh, found.blocks, extra_us, ends_us
         )
 
     own_us = stage.extra_us / found.job.layers
@@ -44,8 +44,7 @@ def step_with_all_again_us(found: ClusterOutcome) -> float:
     """
     best, file = found.ranked[0], found.file
     assert file is not None
-    assert found.block is not None
-    block, even = found.block, found.job.layers / file.parallelism.pipeline_parallel_degree
+    (block,), even = found.blocks, found.job.layers / file.parallelism.pipeline_parallel_degree
     least_bytes = min(option.saved_bytes for option in block.options)
     full_us = min(o.extra_us for o in block.options if o.saved_bytes == least_bytes)
 

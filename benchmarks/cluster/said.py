@@ -15,12 +15,12 @@ def published_lines(name: str, facts: dict[str, Any]) -> list[str]:
     head = f"{name} on {facts['gpus']} x {facts['device']}"
     ours = facts["on_its_mesh"]
     if ours is None:
-        return [f"{head}: the published mesh does not fit"]
+        return [f"{head}: its mesh does not fit"]
     published = [f"MFU {percent_text(facts['published_mfu'])}"] if facts["published_mfu"] else []
     if facts["published_s"]:
         published.append(f"{facts['published_s']:.2f} s, ours {off_text(facts, ours['step_s'])}")
     lines = [
-        f"{head}: {ours['mesh']}: {_figures(ours)}; published {', '.join(published)} "
+        f"{head}: {ours['mesh']}: {_figures(ours)}; published {', '.join(published) or 'none'} "
         f"({facts['source']})",
         f"    takes {_takes(ours)}",
     ]

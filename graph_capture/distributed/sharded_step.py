@@ -192,8 +192,10 @@ class _FsdpStep:
             return
         (buffer,) = self._buffer_of(group)
         yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
-        read, beside = self._buffer_of(group), {"workspace_bytes": beside_bytes}
-        into_shards = self._op(REDUCE, "backward", group.path, read, *made, **beside)
+        into_shards = self._op(
+            REDUCE, "backward", group.path, self._buffer_of(group), *made,
+            workspace_bytes=beside_bytes,
+        )  # fmt: skip
         yield into_shards
         if self.is_updated:
             made = into_shards.outputs

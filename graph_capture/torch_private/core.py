@@ -273,7 +273,7 @@ def active_ddp_module() -> Any:
 def timeout_of(group: Any) -> timedelta:
     """Of a group's collectives; its store has that of the default group, whatever its own."""
     own = [group._get_backend(device) for device in getattr(group, "_device_types", ())]
-    options = [getattr(one, "options", None) for one in own]  # a fake group has none
+    options: list[Any] = [getattr(one, "options", None) for one in own]  # a fake group has none
     found = [one._timeout for one in options if hasattr(one, "_timeout")]
     return min(found, default=group.get_group_store().timeout)
 

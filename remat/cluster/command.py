@@ -72,6 +72,8 @@ def _mesh_rows(plan: ClusterFile, found: str) -> Iterator[tuple[str, str]]:
     yield "step", step
     without = f"without any, {seconds_text(predicted.without_overlap_us)}"
     yield "overlap", f"{without}: what lies between is only as good as the model of it"
+    if plan.unrun:
+        yield "to run it", f"not by remat.cluster.parallelize as the model is: {plan.unrun}"
     if found:
         yield "found", found
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from remat.budgets import RESERVE, parse_budget
-from remat.cluster.parts import ChainPosition, Part, PartWork
+from remat.cluster.parts import ChainPosition, Part, PartWork, block_position
 from remat.graph_capture.devices.known_devices import (
     datasheet_links,
     device_table,
@@ -29,25 +29,36 @@ from remat.graph_capture.errors import BudgetError, DeviceError
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Parameters of a part, in elements: those that tensor parallel ranks share, and others."""
+    """Parameters of a part, in elements: those that tensor parallel ranks share, and others.
+
+    `frozen_split`, `frozen_whole` : of these, those that do not train.
+    """
 
     split: int = 0
     whole: int = 0
+    frozen_split: int = 0
+    frozen_whole: int = 0
 
     def on_rank(self, tp: int) -> int:
         """Elements that one of `tp` ranks has."""
         return -(-self.split // tp) + self.whole
 
+    def trained_on_rank(self, tp: int) -> int:
+        """Those that have gradients and optimizer states."""
+        return self.on_rank(tp) - -(-self.frozen_split // tp) - self.frozen_whole
+
 
 class Job(msgspec.Struct, frozen=True):
-    """One step of a chain of equal blocks.
+    """One step of a chain of blocks.
 
     `batch` : sequences of a step, over all ranks. `seq` : tokens of each. `border_bytes` : of one
     sequence between two blocks. `products_flops` : of forward and backward of one sequence, in
     matrix products with weights, of a block and of what comes behind all. `model_flops` : of a
     step's forward and backward of one sequence, attention included, causal attention by half.
-    `tied` : weights that are at both ends of the chain, by name. `heads` : of queries and of keys,
-    of each attention whose heads context parallel ranks share.
+    `unstaged` : why the chain cannot be cut into stages, beginning with a way out; empty if it can.
+    `heads` : of queries and of keys, of each attention whose heads context parallel ranks share.
+    `kinds` : of each block in turn; empty where all are equal. `unrun` : why
+    `remat.cluster.parallelize` does not run the chain, likewise.
     """
 
     name: str
@@ -60,15 +71,29 @@ class Job(msgspec.Struct, frozen=True):
     model_flops: int
     tensor_degrees: tuple[int, ...] = (1,)
     context_degrees: tuple[int, ...] = (1,)
-    tied: tuple[str, ...] = ()
+    unstaged: str = ""
     heads: tuple[tuple[int, int], ...] = ()
+    kinds: tuple[int, ...] = ()
+    unrun: str = ""
+
+    @property
+    def kind_of_layer(self) -> tuple[int, ...]:
+        return self.kinds or (0,) * self.layers
+
+    @property
+    def block_positions(self) -> tuple[ChainPosition, ...]:
+        """Of each kind."""
+        return tuple(block_position(kind) for kind in range(max(self.kind_of_layer) + 1))
+
+    @property
+    def all_positions(self) -> list[ChainPosition]:
+        """The part of each block in turn, and of both ends."""
+        return ["first", *map(block_position, self.kind_of_layer), "last"]
 
     @property
     def parameters(self) -> int:
         """Number of elements."""
-        ends = (self.weights["first"], self.weights["last"])
-        block = self.weights["block"]
-        return sum(w.split + w.whole for w in ends) + self.layers * (block.split + block.whole)
+        return sum(self.weights[place].on_rank(1) for place in self.all_positions)
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -192,8 +217,7 @@ def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees
     """Every mesh that splits the GPUs without a rest, within the limits above."""
     # Tensor parallel ranks over several nodes are not planned for.
     tensor = tuple(tp for tp in job.tensor_degrees if tp <= cluster.node_size)
-    # Two stages cannot share weights.
-    most = 1 if job.tied else min(cluster.gpus, job.layers)
+    most = 1 if job.unstaged else min(cluster.gpus, job.layers)
     stages = tuple(n for n in range(1, most + 1) if cluster.gpus % n == 0)
     for tp, cp, pp in product(
         asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
@@ -275,6 +299,16 @@ def places_of_blocks(layers: tuple[int, ...], virtual_stages: int) -> list[list[
             places[rank].append(range(at, at + of_rank[virtual_stage]))
             at += of_rank[virtual_stage]
     return places
+
+
+def virtual_layouts(job: Job, gpus: int, asked: MeshSpec) -> Iterator[list[range]]:
+    """Ranges of blocks that a rank has as virtual stages, of all ranks and layouts."""
+    # Of equal blocks any number is a run.
+    for pp in range(2, min(gpus, job.layers) + 1 if job.kinds and not job.unstaged else 0):
+        for virtual_stages in asked.of("virtual_stages", _VIRTUAL_STAGES):
+            layers = even_layers(job.layers, pp, virtual_stages)
+            if gpus % pp == 0 and virtual_stages > 1 and layers is not None:
+                yield from places_of_blocks(layers, virtual_stages)
 
 
 def all_states(degrees: Degrees, cluster: Cluster, asked: MeshSpec) -> Iterator[Mesh]:

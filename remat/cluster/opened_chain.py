@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from remat import __version__
@@ -15,18 +17,25 @@ from remat.cluster.capture.model_chain import (
     ChainModel,
     ChainShape,
     chain_of,
-    refuse_tied,
-    tied_weights,
+    loose_state,
+    refuse_stages,
+    why_unstaged,
 )
-from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_on_rank, runs_split
+from remat.cluster.capture.rank_graph import (
+    before_graph_on_rank,
+    behind_graph_on_rank,
+    block_graph_on_rank,
+    runs_split,
+)
 from remat.cluster.capture.watching import watch
 from remat.cluster.mesh import Cluster, ClusterRequest, Job, MeshSpec, Weights
 from remat.cluster.parts import (
-    CHAIN_POSITIONS,
     ChainPosition,
     Part,
     PartOption,
     PartWork,
+    block_position,
+    forward_part,
     part_of,
     weights_later,
 )
@@ -40,7 +49,8 @@ _SEQ_NAMES = ("seq", "sequence", "seq_len")
 _TENSOR, _CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 """Tensor and context parallel degrees that are tried."""
 _BACKWARD_TIMES = 3
-"""Operations of forward and backward over those of forward: two products for each one."""
+"""Operations of forward and backward over those of forward: two products for each one, and one
+where the weight is frozen."""
 
 _Shown = tuple[ChainModel, ChainShape]
 
@@ -62,11 +72,16 @@ class Chains:
                 sizes = {"batch": microbatch, _seq_name(named): seq}
                 title = f"factory {named.name} of {named.where}"
                 loaded = call(named.function, str(named), sizes, title)
-            chain = chain_of(
-                loaded.model, loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
-                self.pattern,
-            )  # fmt: skip
-            self.known[key] = chain, watch(chain)
+            given = loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target, self.pattern
+            chain = chain_of(loaded.model, *given)
+            try:
+                self.known[key] = chain, watch(chain)
+            except CaptureError:
+                # The largest list may be a chain where all of them are none.
+                largest = chain_of(chain.model, *given, is_whole=False)
+                if len(largest.blocks) == len(chain.blocks):
+                    raise
+                self.known[key] = largest, watch(largest)
         return self.known[key]
 
 
@@ -85,39 +100,60 @@ def job_of(chains: Chains, request: ClusterRequest, groups: FakeGroups) -> Job:
     """`CaptureError` where a degree that is asked for cannot be, or stages would share weights."""
     (chain, shape), asked = chains.at(1, request.seq), request.asked
     assert shape.border is not None
-    if shape.products_flops["first"]:
+    if not any(p.requires_grad for p in chain.model.parameters()):
         raise CaptureError(
-            "name the blocks with --blocks so that they begin right after the embedding: there are "
-            f"matrix products before block {chain.first_path}"
+            f"let some parameter train: none of {type(chain.model).__name__} requires a gradient"
         )
-    tied = tied_weights(chain, shape)
     if asked.pp not in (None, 1):
-        refuse_tied(tied)
-    flops, layers = shape.products_flops, len(chain.blocks)
-    blocks_flops = layers * (flops["block"] + shape.attention_flops)
-    return Job(
-        type(chain.model).__name__, layers, request.batch, request.seq,
-        {place: _weights(chain, shape, place) for place in CHAIN_POSITIONS},
-        shape.border.numel() * shape.border.element_size(),
-        {place: _BACKWARD_TIMES * flops[place] for place in CHAIN_POSITIONS},
-        _BACKWARD_TIMES * (blocks_flops + flops["last"]),
+        refuse_stages(chain, shape)
+    flops, counted = shape.products_flops, shape.attention_flops
+    kinds = shape.kinds if len(shape.blocks) > 1 else ()
+    job = Job(
+        type(chain.model).__name__, len(chain.blocks), request.batch, request.seq, {},
+        max(block.read.numel() * block.read.element_size() for _, block in shape.blocks),
+        {place: _passes(chain, shape, place) * of_place for place, of_place in flops.items()}, 0,
         _tensor_degrees(chain, shape, asked, groups, request.node_size),
-        _context_degrees(shape, asked), tied, tuple(sorted(shape.heads)),
+        _context_degrees(shape, asked), why_unstaged(chain, shape), tuple(sorted(shape.heads)),
+        kinds, shape.unrun or loose_state(chain),
     )  # fmt: skip
+    weights = {place: _weights(chain, shape, place) for place in flops}
+    of_attention = {place: (1 if _is_idle(shape, place) else _BACKWARD_TIMES) for place in flops}
+    model_flops = sum(
+        job.products_flops[place] + of_attention[place] * counted[place]
+        for place in job.all_positions
+    )
+    return replace(job, weights=weights, model_flops=model_flops)
+
+
+def _is_idle(shape: ChainShape, place: ChainPosition) -> bool:
+    """Whether backward does not reach a kind of block."""
+    places = [block_position(kind) for kind in range(len(shape.blocks))]
+    return place in places and not shape.blocks[places.index(place)][1].trains
+
+
+def _passes(chain: ChainModel, shape: ChainShape, place: ChainPosition) -> int:
+    """How many products a step has for each one of forward, at least."""
+    if _is_idle(shape, place):
+        return 1
+    trained = (chain.model.get_parameter(n).requires_grad for n in shape.parameters[place])
+    return _BACKWARD_TIMES if all(trained) else _BACKWARD_TIMES - 1
 
 
 def _weights(chain: ChainModel, shape: ChainShape, place: ChainPosition) -> Weights:
     modules = dict(chain.model.named_modules())
-    split = whole = 0
-    for name in sorted(shape.parameters[place]):
+    found = Counter[tuple[bool, bool]]()
+    # Without stages, weights that are tied are there once.
+    before = shape.parameters["first"] if place == "last" else set[str]()
+    for name in sorted(shape.parameters[place] - before):
         path, _, kind = name.rpartition(".")
         role = shape.roles.get(path)
         # The rows of an embedding are the vocabulary, which tensor parallel ranks share.
         is_split = role == "columns" or (role == "rows" and kind == "weight")
         is_split |= isinstance(modules.get(path), nn.Embedding)
-        elements = chain.model.get_parameter(name).numel()
-        split, whole = split + elements * is_split, whole + elements * (not is_split)
-    return Weights(split, whole)
+        parameter = chain.model.get_parameter(name)
+        found[is_split, parameter.requires_grad] += parameter.numel()
+    frozen = found[True, False], found[False, False]
+    return Weights(found[True, True] + frozen[0], found[False, True] + frozen[1], *frozen)
 
 
 def _tensor_degrees(
@@ -155,7 +191,7 @@ def _context_degrees(shape: ChainShape, asked: MeshSpec) -> tuple[int, ...]:
 # numbers, the split, the device, the links, and the versions of torch and remat.
 
 
-_SCHEMA = 5  # of the files; those of another one are not read
+_SCHEMA = 6  # of the files; those of another one are not read
 _FILES = CacheFiles("parts of clusters", "each plan captures them anew", "cluster", most_files=4096)
 
 
@@ -191,6 +227,8 @@ class KeptParts:
         if found.part is not None:
             return found.part.work
         assert found.graph is not None
+        if not self._trains(place):
+            return PartWork(forward_part(found.graph).work_us)
         # A mesh that its work alone rules out needs no options.
         later = weights_later(found.graph, found.border_gradient)
         return PartWork(found.graph.time_us, later.weight_us)
@@ -201,11 +239,20 @@ class KeptParts:
         if found.part is not None:
             return found.part
         assert found.graph is not None
-        part = part_of(found.graph, found.border_gradient)
+        if place == "first":
+            part = self._with_given(part_of(found.graph), key)
+        elif self._trains(place):
+            part = part_of(found.graph, found.border_gradient)
+        else:
+            part = forward_part(found.graph)
         self.known[key] = msgspec.structs.replace(found, part=part)
         # Written once more, now with its options.
         self._keep(key)
         return part
+
+    def _trains(self, place: ChainPosition) -> bool:
+        """Whether backward reaches a part of the chain."""
+        return not _is_idle(self.chains.at(1, self.job.seq)[1], place)
 
     def graph(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> TrainingGraph:
         found = self._begun((place, tp, cp, microbatch)).graph
@@ -215,8 +262,9 @@ class KeptParts:
     def _begun(self, key: _PartKey) -> _KeptPart:
         if key in self.known:
             return self.known[key]
-        if key[0] == "first":
-            found = self._embedding(*key[1:])
+        place, tp, cp, microbatch = key
+        if place == "first" and not self._computes_before():
+            found = _KeptPart(None, self._with_given(self._embedding(tp, cp, microbatch), key))
         else:
             found = _FILES.read(self._name(*key), lambda data: decode_json(data, _KeptPart))
             self.read += found is not None
@@ -227,14 +275,27 @@ class KeptParts:
         self.known[key] = found
         return found
 
-    def _embedding(self, tp: int, cp: int, microbatch: int) -> _KeptPart:
+    def _computes_before(self) -> bool:
+        """Whether more than rows of a table come before the blocks."""
+        _, shape = self.chains.at(1, self.job.seq)
+        return bool(shape.products_flops["first"] + shape.attention_flops["first"])
+
+    def _with_given(self, part: Part, key: _PartKey) -> Part:
+        """What all blocks are given, such as a mask, is there until backward."""
+        _, _, cp, microbatch = key
+        given = microbatch * self.chains.at(1, self.job.seq)[1].given_bytes // cp
+        # It is run as it is, so it keeps all.
+        option = replace(part.options[0], recomputed=())
+        return replace(part, options=(replace(option, saved_bytes=option.saved_bytes + given),))
+
+    def _embedding(self, tp: int, cp: int, microbatch: int) -> Part:
         """Costed by its bytes: rows read and written, a gradient filled and added."""
         rows = microbatch * self.job.border_bytes / (tp * cp)
         table_bytes = 2 * self.job.weights["first"].on_rank(tp)
         rate = self.cluster.bytes_per_us
         forward_us, backward_us = 2 * rows / rate, (table_bytes + 2 * rows) / rate
         need = int(rows) + table_bytes
-        return _KeptPart(None, Part(forward_us, backward_us, (PartOption(0, need, 0.0),)))
+        return Part(forward_us, backward_us, (PartOption(0, need, 0.0),))
 
     def _keep(self, key: _PartKey) -> None:
         _FILES.write(self._name(*key), msgspec.json.encode(self.known[key]))
@@ -242,9 +303,14 @@ class KeptParts:
     def _captured(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> _KeptPart:
         chain, shape = self.chains.at(microbatch, self.job.seq // cp)
         device, links = self.cluster.device, self.cluster.links
-        if place == "block":
-            graph, gradient = block_graph_on_rank(chain, shape, tp, cp, self.groups, device, links)
+        if place in self.job.block_positions:
+            kind = self.job.block_positions.index(place)
+            graph, gradient = block_graph_on_rank(
+                chain, shape, kind, tp, cp, self.groups, device, links
+            )
             return _KeptPart(graph, border_gradient=gradient)
+        if place == "first":
+            return _KeptPart(before_graph_on_rank(chain, self.groups, device, links))
         return _KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
 
     def _name(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> str:

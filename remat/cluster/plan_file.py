@@ -108,9 +108,10 @@ class ClusterFile(Record, frozen=True):
     """A plan for a cluster.
 
     `parameters` : elements. `budget_bytes` : of a GPU. `gradients` : reduced after ``each``
-    microbatch, or ``once``. `graphs` : of the distinct block and of the head, as one rank runs
+    microbatch, or ``once``. `graphs` : of each distinct block and of the head, as one rank runs
     them, with costs. `modelled` : what is modelled, in words. `context_ring` : of the context
-    parallel ranks, groups round which tokens go; the ranks of each share heads.
+    parallel ranks, groups round which tokens go; the ranks of each share heads. `unrun` : why
+    `remat.cluster.parallelize` does not run it; empty if it may.
     """
 
     noun: ClassVar[str] = "plan for a cluster"
@@ -139,6 +140,7 @@ class ClusterFile(Record, frozen=True):
     kind: str = _CLUSTER_KIND
     hop_us: float = 0.0
     context_ring: int = 1
+    unrun: str = ""
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -37,8 +39,10 @@ from remat.cluster.mesh import (
     all_degrees,
     all_states,
     even_layers,
+    places_of_blocks,
+    virtual_layouts,
 )
-from remat.cluster.parts import CHAIN_POSITIONS, EqualBlocks, Part
+from remat.cluster.parts import BlockRows, BlockTables, Part
 from remat.graph_capture.graph import Floats
 
 # Where to cut a chain of blocks into the stages of a 1F1B pipeline.
@@ -59,8 +63,18 @@ class _Borders(NamedTuple):
     layers: tuple[int, ...]
 
 
-def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders | None:
-    """None if nothing fits; times by stage (row) and number of blocks (column), inf if too many."""
+def best_borders(
+    times_us: Floats, layers: int, microbatches: int, of_run: npt.NDArray[np.int64] | None = None
+) -> _Borders | None:
+    """None if nothing fits; times by stage (row) and number of blocks (column), inf if too many.
+
+    `of_run` : the column for so many blocks from each one on, where blocks are not equal.
+    """
+    if of_run is not None:
+        # A column for runs that go beyond the last block.
+        times_us = np.pad(times_us, ((0, 0), (0, 1)), constant_values=np.inf)[:, of_run]
+    else:
+        times_us = np.broadcast_to(times_us[:, None, :], (len(times_us), layers + 1, layers + 1))
     loosest = _least_sum(times_us, layers, np.inf)
     if loosest is None:
         return None
@@ -74,7 +88,10 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders |
             break
         found = _least_sum(times_us, layers, limit_us)
         assert found is not None
-        slowest_us = max(times_us[s, n] for s, n in enumerate(found.layers))
+        begins = accumulate(found.layers[:-1], initial=0)
+        slowest_us = max(
+            times_us[s, a, n] for s, (a, n) in enumerate(zip(begins, found.layers, strict=True))
+        )
         time_us = float(found.time_us + (microbatches - 1) * slowest_us)
         if best is None or time_us < best.time_us:
             best = _Borders(time_us, found.layers)
@@ -82,14 +99,15 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders |
 
 
 def _least_sum(times_us: Floats, layers: int, limit_us: float) -> _Borders | None:
-    """The least sum of times with no stage above the limit."""
+    """The least sum of times, by stage, first block and number, with no stage above the limit."""
     reached = np.full(layers + 1, np.inf)
     reached[0] = 0.0
     picks: list[npt.NDArray[np.int64]] = []
     for row in times_us:
         sums, pick = np.full(layers + 1, np.inf), np.zeros(layers + 1, np.int64)
-        for n in np.flatnonzero((row <= limit_us) & np.isfinite(row)):
-            with_these = reached[: len(reached) - n] + row[n]
+        allowed = np.where(row <= limit_us, row, np.inf)
+        for n in np.flatnonzero(np.isfinite(allowed).any(axis=0)):
+            with_these = reached[: len(reached) - n] + allowed[: len(reached) - n, n]
             better = with_these < sums[n:]
             sums[n:][better], pick[n:][better] = with_these[better], n
         reached = sums
@@ -135,9 +153,15 @@ class ClusterSearch:
     evaluated: int = 0
     pruned: int = 0
     found: list[ClusterPlan] = field(default_factory=list[ClusterPlan])
-    tables: dict[tuple[int, int, int], EqualBlocks] = field(
-        default_factory=dict[tuple[int, int, int], EqualBlocks]
+    tables: dict[tuple[int, int, int], BlockTables] = field(
+        default_factory=dict[tuple[int, int, int], BlockTables]
     )
+
+    @cached_property
+    def rows(self) -> BlockRows:
+        """Of the blocks that stages may have."""
+        layouts = virtual_layouts(self.job, self.cluster.gpus, self.asked)
+        return BlockRows(self.job.kind_of_layer, layouts)
 
     def run(self, told: Callable[[int], None] = lambda _: None) -> list[ClusterPlan]:
         """All plans within `close` of the best, quickest first; empty where nothing fits."""
@@ -178,34 +202,37 @@ class ClusterSearch:
     def _least_products_us(self, degrees: Degrees) -> float:
         """Of all matrix products with weights, at the rate that no product is taken to exceed."""
         share, of_part = degrees.microbatch / (degrees.tp * degrees.cp), self.job.products_flops
-        flops = of_part["first"] + self.job.layers * of_part["block"] + of_part["last"]
+        flops = sum(of_part[place] for place in self.job.all_positions)
         return flops * share / self.cluster.reached_flops_per_us * degrees.rounds()
 
     def _work_us(self, degrees: Degrees) -> float:
-        first, block, last = (
-            self.parts.work(place, degrees.tp, degrees.cp, degrees.microbatch)
-            for place in CHAIN_POSITIONS
-        )
-        time_us = first.time_us + self.job.layers * block.time_us + last.time_us
+        work = {
+            place: self.parts.work(place, degrees.tp, degrees.cp, degrees.microbatch)
+            for place in dict.fromkeys(self.job.all_positions)
+        }
+        time_us = sum(work[place].time_us for place in self.job.all_positions)
         if degrees.pp > 1:
             time_us += sum(self._waits_us(degrees))
         # What is not of a block, and what is computed again, only lowers the share.
-        return time_us * degrees.rounds(block.weight_us / block.time_us if block.time_us else 0.0)
-
-    def parts_of(self, degrees: Degrees) -> tuple[Part, Part, Part]:
-        first, block, last = (
-            self.parts.part(place, degrees.tp, degrees.cp, degrees.microbatch)
-            for place in CHAIN_POSITIONS
+        blocks = [work[place] for place in self.job.block_positions]
+        return time_us * degrees.rounds(
+            max(block.weight_us / block.time_us if block.time_us else 0.0 for block in blocks)
         )
-        return first, block, last
+
+    def parts_of(self, degrees: Degrees) -> tuple[Part, ...]:
+        """First, one of each kind of block, and last."""
+        return tuple(
+            self.parts.part(place, degrees.tp, degrees.cp, degrees.microbatch)
+            for place in ("first", *self.job.block_positions, "last")
+        )
 
     def stage_tables(self, mesh: Mesh) -> list[stages.StageTable]:
         d = mesh.degrees
         parts = self.parts_of(d)
         key = d.tp, d.cp, d.microbatch
         if key not in self.tables:
-            self.tables[key] = EqualBlocks(parts[1].options, self.job.layers)
-        given = parts, self.tables[key]
+            self.tables[key] = self.rows.tables(parts[1:-1])
+        given = parts, self.rows, self.tables[key]
         return [stages.StageTable(self.job, self.cluster, mesh, i, *given) for i in range(d.pp)]
 
     def evaluate(self, mesh: Mesh) -> ClusterPlan | None:
@@ -219,18 +246,19 @@ class ClusterSearch:
         times = np.array([one.times_us + wait for one, wait in zip(tables, waits, strict=True)])
         # Each stage has a block.
         times[:, 0] = np.inf
-        cut = best_borders(times, self.job.layers, mesh.degrees.microbatches)
+        of_run = self.rows.of_run if self.job.kinds else None
+        cut = best_borders(times, self.job.layers, mesh.degrees.microbatches, of_run)
         return cut and self._with_tail(mesh, cut.time_us, cut.layers)
 
     def _without_pipeline(self, mesh: Mesh, table: stages.StageTable) -> ClusterPlan | None:
         layers = self.job.layers
-        extra_us = float(table.extra_us[layers])
+        extra_us = float(table.extra_us[self.rows.of((range(layers),))])
         if not math.isfinite(extra_us):
             return None
         ends_us = sum(end.work_us for end in table.ends)
         us = extra_us / layers
-        time_us = stages.data_parallel_us(self.job, self.cluster, mesh, table.block, us, ends_us)
-        time_us += stages.update_us(self.cluster, mesh, self._most_parameters(mesh, (layers,)))
+        time_us = stages.data_parallel_us(self.job, self.cluster, mesh, table.blocks, us, ends_us)
+        time_us += stages.update_us(self.cluster, mesh, self._most_trained(mesh, (layers,)))
         return ClusterPlan(mesh, time_us, 0.0, (layers,))
 
     def _with_virtual_stages(
@@ -241,27 +269,36 @@ class ClusterSearch:
         assert layers is not None
         # m max t, and (S - 1) / v times to fill and drain the slowest stage.
         slowest_us, fill_us = max(
-            (float(one.times_us[n]) + wait, one.fill_us(n, wait))
-            for one, n, wait in zip(tables, layers, waits, strict=True)
+            (float(one.times_us[row]) + wait, one.fill_us(row, wait))
+            for one, row, wait in zip(tables, self.rows_of(mesh, layers), waits, strict=True)
         )
         if not math.isfinite(slowest_us):
             return None
         pipeline_us = slowest_us * d.microbatches + fill_us * (d.pp - 1) / d.virtual_stages
         return self._with_tail(mesh, pipeline_us, layers)
 
+    def rows_of(self, mesh: Mesh, layers: tuple[int, ...]) -> list[int]:
+        """Of each stage, with so many blocks."""
+        places = places_of_blocks(layers, mesh.degrees.virtual_stages)
+        return [self.rows.of(ranges) for ranges in places]
+
     def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
-        block = self.parts_of(mesh.degrees)[1]
-        most = self._most_parameters(mesh, layers)
-        tail_us = stages.behind_pipeline_us(self.job, self.cluster, mesh, block, max(layers), most)
+        blocks = self.parts_of(mesh.degrees)[1:-1]
+        most = self._most_trained(mesh, layers)
+        # Of the stage with most blocks; where they differ, of each kind as many as any stage has.
+        counts = self.rows.counts[self.rows_of(mesh, layers)].max(axis=0)
+        tail_us = stages.behind_pipeline_us(self.job, self.cluster, mesh, blocks, counts, most)
         return ClusterPlan(mesh, pipeline_us + tail_us, pipeline_us, layers)
 
-    def _most_parameters(self, mesh: Mesh, layers: tuple[int, ...]) -> int:
-        """Of a rank, on the stage that has most."""
-        tp, last = mesh.degrees.tp, len(layers) - 1
+    def _most_trained(self, mesh: Mesh, layers: tuple[int, ...]) -> int:
+        """Parameters of a rank, on the stage that has most."""
+        tp, last, counts = mesh.degrees.tp, len(layers) - 1, self.rows.counts
         return max(
-            int(stages.stage_parameters(self.job, tp, np.array(n), first=s == 0, last=s == last))
-            for s, n in enumerate(layers)
-        )
+            int(stages.stage_parameters(
+                self.job, tp, counts[row], first=s == 0, last=s == last
+            ).trained)
+            for s, row in enumerate(self.rows_of(mesh, layers))
+        )  # fmt: skip
 
     def _waits_us(self, d: Degrees) -> tuple[float, ...]:
         """Of each stage, for what its neighbours send in both directions, of one microbatch."""
@@ -272,7 +309,8 @@ class ClusterSearch:
 
     def stages(self, plan: ClusterPlan) -> list[stages.StagePlan]:
         tables = self.stage_tables(plan.mesh)
-        return [one.stage(n) for one, n in zip(tables, plan.layers, strict=True)]
+        rows = self.rows_of(plan.mesh, plan.layers)
+        return [one.stage(row) for one, row in zip(tables, rows, strict=True)]
 
     def overlapped_us(self, plan: ClusterPlan) -> float:
         """How much longer the same mesh took if no collective went on beside computations."""

@@ -17,7 +17,7 @@ from remat.cluster.mesh import (
     ring_ranks,
 )
 from remat.cluster.opened_chain import Chains, KeptParts, job_of
-from remat.cluster.parts import ChainPosition, Part, schedule_of_option
+from remat.cluster.parts import Part, schedule_of_option
 from remat.cluster.plan_file import (
     ClusterFigures,
     ClusterFile,
@@ -35,8 +35,6 @@ from remat.graph_capture.errors import DeviceError
 from remat.progress import Stopwatch
 from remat.schedules.plan import Versions
 
-_WRITTEN: tuple[ChainPosition, ...] = ("block", "last")
-"""Parts whose graphs and schedules a file has."""
 _WIDEST_SEEN = 128
 """The most ranks with a shard of the states of which a published step was compared with the model:
 5,762 tokens/s on 8 H100, 5,605 on 128 (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)."""
@@ -47,14 +45,14 @@ _REPLAYED = 32  # most plans, of those near the best, whose pipelines are replay
 class ClusterOutcome:
     """The best plan and its runners-up, as replayed, quickest first; none where nothing fits.
 
-    `block` and `file` are of the best plan. `evaluated`, `pruned` : meshes. `captured`, `read` :
-    parts, from disk those that were `read`.
+    `blocks`, of each kind, and `file` are of the best plan. `evaluated`, `pruned` : meshes.
+    `captured`, `read` : parts, from disk those that were `read`.
     """
 
     job: Job
     cluster: Cluster
     ranked: tuple[ReplayedPlan, ...]
-    block: Part | None
+    blocks: tuple[Part, ...]
     file: ClusterFile | None
     evaluated: int
     pruned: int
@@ -89,12 +87,12 @@ def plan_cluster(
         # The search ranks by the formula; what is shown as near is so as replayed.
         near_us = ranked[0].time_us * (1 + search.close) if ranked else 0.0
         kept = tuple(one for one in ranked[: runners_up + 1] if one.time_us <= near_us)
-        file = block = None
+        file, blocks = None, tuple[Part, ...]()
         if kept:
-            file, d = _file(request, search, parts, kept), kept[0].plan.mesh.degrees
-            block = parts.part("block", d.tp, d.cp, d.microbatch)
+            file = _file(request, search, parts, kept)
+            blocks = search.parts_of(kept[0].plan.mesh.degrees)[1:-1]
     return ClusterOutcome(
-        job, cluster, kept, block, file, search.evaluated, search.pruned, parts.captured,
+        job, cluster, kept, blocks, file, search.evaluated, search.pruned, parts.captured,
         parts.read,
     )  # fmt: skip
 
@@ -147,6 +145,7 @@ def _file(
         modelled_notes(search.cluster, request, best.plan.mesh, ring),
         Versions(str(torch.__version__), __version__),
         hop_us=hop_us(job, search.cluster, d) if d.pp > 1 else 0.0, context_ring=ring,
+        unrun=job.unrun,
     )  # fmt: skip
 
 
@@ -192,11 +191,16 @@ class _Schedules:
     def __init__(self, parts: KeptParts, replayed: ReplayedPlan) -> None:
         d = replayed.plan.mesh.degrees
         self.replayed = replayed
-        key = d.tp, d.cp, d.microbatch
-        self.parts = [parts.part(place, *key) for place in _WRITTEN]
-        self.graphs = [parts.graph(place, *key) for place in _WRITTEN]
+        # The file has the graph and the schedules of each kind of block, and of the head.
+        keys = [(place, d.tp, d.cp, d.microbatch) for place in (*parts.job.block_positions, "last")]
+        self.parts = [parts.part(*key) for key in keys]
+        self.graphs = [parts.graph(*key) for key in keys]
+        # Stages number the options of all kinds of blocks in turn.
+        self.options = [
+            (at, i) for at, one in enumerate(self.parts) for i in range(len(one.options))
+        ]
         self.schedules: list[PartSchedule] = []
-        self.numbers: dict[tuple[ChainPosition, int], int] = {}
+        self.numbers: dict[tuple[int, int], int] = {}
         self.paths = list(parts.chains.at(1, parts.job.seq)[0].blocks)
         self.places = places_of_blocks(replayed.plan.layers, d.virtual_stages)
 
@@ -205,18 +209,17 @@ class _Schedules:
         # `parallelize` gives the first blocks of a stage most recomputation.
         dearest = sorted(stage.options, reverse=True)
         return StageFacts(
-            paths, {self._number("block", i): stage.options[i] for i in dearest},
-            None if stage.last is None else self._number("last", stage.last),
+            paths, {self._number(*self.options[i]): stage.options[i] for i in dearest},
+            None if stage.last is None else self._number(len(self.parts) - 1, stage.last),
             stage.in_flight, stage.overhead, self.replayed.peak_bytes[index],
             stage.held_bytes, self.replayed.costs[index],
         )  # fmt: skip
 
-    def _number(self, place: ChainPosition, option: int) -> int:
-        key = place, option
+    def _number(self, at: int, option: int) -> int:
+        key = at, option
         # Each distinct schedule is written once.
         if key not in self.numbers:
             self.numbers[key] = len(self.schedules)
-            at = _WRITTEN.index(place)
             schedule = schedule_of_option(self.graphs[at], self.parts[at].options[option])
             self.schedules.append(PartSchedule(at, schedule))
         return self.numbers[key]

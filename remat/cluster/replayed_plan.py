@@ -101,7 +101,11 @@ class ReplayedPlan(msgspec.Struct, frozen=True):
 def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     stages, degrees = tuple(search.stages(plan)), plan.mesh.degrees
     each = range(degrees.virtual_stages)
-    costs = tuple(tuple(_costs(search, plan, stage, i) for i in each) for stage in stages)
+    rows = search.rows_of(plan.mesh, plan.layers)
+    costs = tuple(
+        tuple(_costs(search, plan, stage, row, i) for i in each)
+        for stage, row in zip(stages, rows, strict=True)
+    )
     name, time_us, bubble = degrees.schedule, plan.time_us, 0.0
     peaks = tuple(stage.peak_bytes for stage in stages)
     if name:
@@ -117,12 +121,20 @@ def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     return ReplayedPlan(plan, stages, name, time_us, search.mfu(time_us), bubble, peaks, costs)
 
 
-def _costs(search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, at: int) -> StageCosts:
+def _costs(
+    search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, row: int, at: int
+) -> StageCosts:
     """Of one virtual stage: its share of the rank's blocks, and its end of the model."""
     d = plan.mesh.degrees
-    first, block, last = search.parts_of(d)
-    blocks = stage.blocks / d.virtual_stages
-    forward, backward, saved = blocks * block.forward_us, blocks * block.backward_us, 0
+    first, *blocks, last = search.parts_of(d)
+    # Virtual stages of a rank are taken to be alike.
+    counts = search.rows.counts[row] / d.virtual_stages
+
+    def of_blocks(times: list[float]) -> float:
+        return float(counts @ times)
+
+    forward = of_blocks([block.forward_us for block in blocks])
+    backward, saved = of_blocks([block.backward_us for block in blocks]), 0
     is_last = at == d.virtual_stages - 1
     ends = (first, stage.first, at == 0), (last, stage.last, is_last)
     extra_us = stage.extra_us
@@ -136,13 +148,13 @@ def _costs(search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, at: int) 
             forward += part.forward_us
             backward += part.backward_us + again_us
             saved += part.options[option].saved_bytes
-    later = block.later if d.is_split else WeightsLater()
+    later = [block.later if d.is_split else WeightsLater() for block in blocks]
+    weight_us = of_blocks([one.weight_us for one in later])
     return StageCosts(
-        forward, backward + extra_us / d.virtual_stages - blocks * later.weight_us,
-        weight_us=blocks * later.weight_us,
+        forward, backward + extra_us / d.virtual_stages - weight_us, weight_us=weight_us,
         saved_bytes=int(stage.saved_bytes / d.virtual_stages) + saved,
-        for_weights_bytes=int(blocks * later.held_bytes),
-        need_bytes=stage.held_bytes[RUNNING] + later.held_bytes,
+        for_weights_bytes=int(of_blocks([one.held_bytes for one in later])),
+        need_bytes=stage.held_bytes[RUNNING] + max(one.held_bytes for one in later),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""One stage of a mesh, for every number of blocks: its room, and the least it takes.
+"""One stage of a mesh, for every row of blocks: its room, and the least it takes.
 
 The room of a stage is the budget less what its states and borders hold. What the ends of the model
 save and need comes off it for each of their options; blocks share the rest. With as many blocks,
@@ -12,6 +12,7 @@ While a block's inputs get their gradient, its own share of that is held too.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -19,8 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.cluster.mesh import Cluster, Degrees, Job, Mesh
-from remat.cluster.parts import NO_PART, EqualBlocks, Limit, Part, PartOption
+from remat.cluster.mesh import Cluster, Degrees, Job, Mesh, Weights
+from remat.cluster.parts import NO_PART, BlockRows, BlockTables, Limit, Part, PartOption
 from remat.cluster.pipeline_replay import FOR_WEIGHTS, RUNNING, SAVED_ACTIVATIONS, STANDING
 from remat.graph_capture.graph import Floats
 
@@ -32,6 +33,7 @@ from remat.graph_capture.graph import Floats
 #
 #     OS and masters  12 ψ / S        P  2 ψ / keep, and what is gathered and copied for one block
 #     G  4 ψ, or 4 ψ / S if reduced for each microbatch, and what one block's reduction copies
+#     frozen parameters  P alone, and what rests of them in shards where P is kept over fewer ranks
 #     borders  a receive buffer each way for each microbatch, one gradient on its way, one output
 #
 # Sources: ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); FSDP2's buffers as
@@ -44,20 +46,33 @@ _STATE_BYTES, _WEIGHT_BYTES, _GRADIENT_BYTES = 12, 2, 4
 """Of one parameter: master and two moments in float32; in bfloat16; its float32 gradient."""
 
 
-def stage_parameters(job: Job, tp: int, blocks: _Counts, *, first: bool, last: bool) -> _Counts:
-    """Elements that one rank has of a stage with so many blocks."""
-    ends = first * job.weights["first"].on_rank(tp) + last * job.weights["last"].on_rank(tp)
-    return blocks * job.weights["block"].on_rank(tp) + ends
+class _StageParameters(NamedTuple):
+    """Elements that one rank has: of all, and of those that train."""
+
+    all: _Counts
+    trained: _Counts
+
+
+def stage_parameters(
+    job: Job, tp: int, counts: _Counts, *, first: bool, last: bool
+) -> _StageParameters:
+    """Of a stage with so many blocks of each kind, by row."""
+    ends = [job.weights[place] for place, has in (("first", first), ("last", last)) if has]
+    blocks = [job.weights[place] for place in job.block_positions]
+    every = counts @ [w.on_rank(tp) for w in blocks] + sum(w.on_rank(tp) for w in ends)
+    trained = counts @ [w.trained_on_rank(tp) for w in blocks]
+    return _StageParameters(every, trained + sum(w.trained_on_rank(tp) for w in ends))
 
 
 def least_states_bytes(job: Job, mesh: Mesh) -> float:
     """Of the stage that holds most of P, G and OS, at least; without buffers and activations."""
-    all_blocks = np.array(job.layers)
-    whole = stage_parameters(job, mesh.degrees.tp, all_blocks, first=True, last=True)
+    counts = np.bincount(job.kind_of_layer)
+    whole = stage_parameters(job, mesh.degrees.tp, counts, first=True, last=True)
     split = mesh.shard if mesh.reduce_each else 1
-    of_one = _STATE_BYTES / mesh.shard + _WEIGHT_BYTES / mesh.keep + _GRADIENT_BYTES / split
+    of_trained = _STATE_BYTES / mesh.shard + _GRADIENT_BYTES / split
+    found = of_trained * float(whole.trained) + _WEIGHT_BYTES / mesh.keep * float(whole.all)
     # No cut gives each stage less than the mean.
-    return of_one * float(whole) / mesh.degrees.pp
+    return found / mesh.degrees.pp
 
 
 def border_bytes(job: Job, degrees: Degrees) -> int:
@@ -130,94 +145,106 @@ class StagePlan(msgspec.Struct, frozen=True):
 
 
 class StageTable:
-    """What stage `index` of a mesh takes for 0, 1, ... blocks.
+    """What stage `index` of a mesh takes for each row of blocks.
 
-    `parts` are first, block, last; `table` is of the block's options. `extra_us` is of one
-    microbatch, inf where it does not fit; `picks` says which pair of the ends' options it is with.
+    `parts` are first, of each kind of block, and last; `table` is of the blocks' options.
+    `extra_us` is of one microbatch, inf where it does not fit; `picks` says which pair of the ends'
+    options it is with.
     """
 
     def __init__(
-        self, job: Job, cluster: Cluster, mesh: Mesh, index: int, parts: tuple[Part, Part, Part],
-        table: EqualBlocks,
+        self, job: Job, cluster: Cluster, mesh: Mesh, index: int, parts: tuple[Part, ...],
+        rows: BlockRows, table: BlockTables,
     ) -> None:  # fmt: skip
-        self.mesh, self.index, self.block, self.table = mesh, index, parts[1], table
-        self.job, self.cluster = job, cluster
+        first, *blocks, last = parts
+        self.mesh, self.index, self.blocks, self.table = mesh, index, tuple(blocks), table
+        self.job, self.cluster, self.counts = job, cluster, rows.counts
         self.is_first, self.is_last = index == 0, index == mesh.degrees.pp - 1
         self.opened = forwards_in_flight(index, mesh.degrees)
-        self.ends = parts[0] if self.is_first else NO_PART, parts[2] if self.is_last else NO_PART
-        blocks = np.arange(job.layers + 1)
-        self.held = self._bytes_by_holder(blocks)
-        self.room_bytes = cluster.budget_bytes - sum(self.held.values(), np.zeros_like(blocks))
+        self.ends = first if self.is_first else NO_PART, last if self.is_last else NO_PART
+        numbers = np.arange(len(self.counts))
+        self.held = self._bytes_by_holder()
+        self.room_bytes = cluster.budget_bytes - sum(self.held.values(), np.zeros_like(numbers))
         # What the ends save and need comes off the blocks' room, so each pair of their options is
         # tried.
         self.pairs = list(product(self.ends[0].options, self.ends[1].options))
-        self.extra_us, self.picks = np.full(blocks.shape, np.inf), np.zeros_like(blocks)
+        self.extra_us, self.picks = np.full(numbers.shape, np.inf), np.zeros_like(numbers)
         for pick, (first, last) in enumerate(self.pairs):
-            limits = self._limits(blocks, self._saved_by(first, last))
+            limits = self._limits(numbers, self._saved_by(first, last))
             beside = max(first.need_bytes, last.need_bytes)
-            found = table.least_us(blocks, limits, beside) + first.extra_us + last.extra_us
+            found = table.least_us(numbers, limits, beside) + first.extra_us + last.extra_us
             better = found < self.extra_us
             self.extra_us[better], self.picks[better] = found[better], pick
 
     @property
     def work_us(self) -> Floats:
-        """Of one microbatch, by blocks."""
-        ends_us = sum(end.work_us for end in self.ends)
-        return np.arange(len(self.extra_us), dtype=np.float64) * self.block.work_us + ends_us
+        """Of one microbatch, by row."""
+        return self._of_blocks("work_us") + sum(end.work_us for end in self.ends)
+
+    def _of_blocks(self, name: str) -> Floats:
+        """The sum of a time of blocks, by row."""
+        return self.counts @ np.array([getattr(part, name) for part in self.blocks])
 
     @property
     def times_us(self) -> Floats:
         return self.work_us + self.extra_us
 
-    def fill_us(self, blocks: int, wait_us: float) -> float:
+    def fill_us(self, row: int, wait_us: float) -> float:
         """What one microbatch takes of the bubble: the stage's own time (Narayanan et al. 2021)."""
-        time_us = float(self.times_us[blocks]) + wait_us
+        time_us = float(self.times_us[row]) + wait_us
         if not self.mesh.degrees.is_split or not math.isfinite(time_us):
             return time_us
-        weight_us = blocks * self.block.later.weight_us
+        weight_us = float(self.counts[row] @ [part.later.weight_us for part in self.blocks])
         ends_us = sum(end.forward_us for end in self.ends)
-        forward_us = blocks * self.block.forward_us + ends_us + wait_us / 2
+        forward_us = float(self._of_blocks("forward_us")[row]) + ends_us + wait_us / 2
         input_us = time_us - forward_us - weight_us
         # W fills the bubble as far as a forward or an I is as long: f + i - min(f, i, w).
         return forward_us + input_us - min(forward_us, input_us, weight_us)
 
-    def stage(self, blocks: int) -> StagePlan:
-        first, last = self.pairs[int(self.picks[blocks])]
+    def stage(self, row: int) -> StagePlan:
+        first, last = self.pairs[int(self.picks[row])]
         by_ends = self._saved_by(first, last)
-        limits = self._limits(np.array([blocks]), by_ends)
-        options = self.table.chosen(blocks, limits, max(first.need_bytes, last.need_bytes))
-        chosen = [self.block.options[i] for i in options]
+        limits = self._limits(np.array([row]), by_ends)
+        options = self.table.chosen(row, limits, max(first.need_bytes, last.need_bytes))
+        chosen = [self.table.options[i] for i in options]
         by_blocks = sum(o.saved_bytes * n for o, n in zip(chosen, options.values(), strict=True))
         need = max((o.need_bytes for o in (*chosen, first, last)), default=0)
-        held = {name: int(sizes[blocks]) for name, sizes in self.held.items()}
-        later_bytes = blocks * self.block.later.held_bytes
+        held = {name: int(sizes[row]) for name, sizes in self.held.items()}
+        later_bytes = int(self.counts[row] @ [part.later.held_bytes for part in self.blocks])
         # Where so many blocks, which save so much together, hold the most.
         fullest = max(
             flights(self.index, self.mesh.degrees),
             key=lambda one: one.saved * by_blocks + one.waiting * later_bytes,
         )
         if self.mesh.degrees.is_split:
-            held[FOR_WEIGHTS] = int(_waiting_bytes(fullest, self.block, np.array(blocks)))
+            held[FOR_WEIGHTS] = int(self._waiting_bytes(fullest, np.array([row]))[0])
         return StagePlan(
-            blocks, fullest.saved, options,
+            int(self.counts[row].sum()), fullest.saved, options,
             self.ends[0].options.index(first) if self.ends[0] is not NO_PART else None,
             self.ends[1].options.index(last) if self.ends[1] is not NO_PART else None,
-            float(self.work_us[blocks]), float(self.extra_us[blocks]), by_blocks,
+            float(self.work_us[row]), float(self.extra_us[row]), by_blocks,
             held | {SAVED_ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends, RUNNING: need},
         )  # fmt: skip
 
-    def _bytes_by_holder(self, blocks: _Counts) -> dict[str, _Counts]:
+    def _bytes_by_holder(self) -> dict[str, _Counts]:
         tp, shard, keep = self.mesh.degrees.tp, self.mesh.shard, self.mesh.keep
-        parameters = stage_parameters(self.job, tp, blocks, first=self.is_first, last=self.is_last)
-        one_block = self.job.weights["block"].on_rank(tp)
-        buffers = 0 if keep == 1 and shard == 1 else 2 * _WEIGHT_BYTES * one_block
-        reduced = _GRADIENT_BYTES * one_block if shard > 1 else 0
+        parameters, trained = stage_parameters(
+            self.job, tp, self.counts, first=self.is_first, last=self.is_last
+        )
+        of_block = [self.job.weights[place] for place in self.job.block_positions]
+        buffers = reduced = 0
+        if keep > 1 or shard > 1:
+            buffers = 2 * _WEIGHT_BYTES * max(weights.on_rank(tp) for weights in of_block)
+        if shard > 1:
+            reduced = _GRADIENT_BYTES * max(weights.trained_on_rank(tp) for weights in of_block)
         split = shard if self.mesh.reduce_each else 1
+        # Frozen parameters have no masters that they rest in.
+        at_rest = (parameters - trained) // shard if shard > keep else 0
         sizes = (
-            _STATE_BYTES * parameters // shard,
-            _WEIGHT_BYTES * parameters // keep + buffers,
-            _GRADIENT_BYTES * parameters // split + reduced,
-            np.zeros_like(blocks) + self._border_buffers(),
+            _STATE_BYTES * trained // shard,
+            _WEIGHT_BYTES * parameters // keep + _WEIGHT_BYTES * at_rest + buffers,
+            _GRADIENT_BYTES * trained // split + reduced,
+            np.zeros_like(parameters) + self._border_buffers(),
         )
         return dict(zip(STANDING, sizes, strict=True))
 
@@ -234,25 +261,24 @@ class StageTable:
         slots = of_inputs * takes_inputs + of_gradients * takes_gradients
         return border_bytes(self.job, degrees) * (slots + 2)
 
-    def _limits(self, blocks: _Counts, by_ends: int) -> list[Limit]:
+    def _limits(self, rows: _Counts, by_ends: int) -> list[Limit]:
         """Room for what so many blocks save, at each moment that may hold the most."""
-        left, is_split = self.room_bytes[blocks] - by_ends, self.mesh.degrees.is_split
+        left, is_split = self.room_bytes[rows] - by_ends, self.mesh.degrees.is_split
         return [
-            Limit(left - _waiting_bytes(one, self.block, blocks) * is_split, one.saved)
+            Limit(left - self._waiting_bytes(one, rows) * is_split, one.saved)
             for one in flights(self.index, self.mesh.degrees)
         ]
+
+    def _waiting_bytes(self, flight: _Flight, rows: _Counts) -> _Counts:
+        """Held for gradients of weights: of all that wait, and of the block that runs."""
+        later = [part.later.held_bytes for part in self.blocks]
+        return np.ceil(flight.waiting * (self.counts[rows] @ later)).astype(np.int64) + max(later)
 
     def _saved_by(self, first: PartOption, last: PartOption) -> int:
         """Bytes of the ends, over all microbatches in flight."""
         of_first = min(self.mesh.degrees.microbatches, self.opened)
         # Behind the last virtual stage backward begins at once.
         return of_first * first.saved_bytes + last.saved_bytes
-
-
-def _waiting_bytes(flight: _Flight, block: Part, blocks: _Counts) -> _Counts:
-    """Held for gradients of weights: of all that wait, and of the block that runs."""
-    later = block.later.held_bytes
-    return np.ceil(flight.waiting * blocks * later).astype(np.int64) + later
 
 
 # Times of what a mesh adds to its parts: gathers, reductions, waits between stages, updates.
@@ -279,10 +305,11 @@ class _UnitTimes(msgspec.Struct, frozen=True):
     reduce_us: float
 
 
-def _unit_times(cluster: Cluster, mesh: Mesh, parameters: int) -> _UnitTimes:
-    """Of a unit with so many parameters on a tensor parallel rank."""
+def _unit_times(cluster: Cluster, mesh: Mesh, *of_unit: Weights) -> _UnitTimes:
+    """Of a unit with these parameters."""
     links, tp, shard = cluster.links, mesh.degrees.tp, mesh.shard
-    weights, gradients = _WEIGHT_BYTES * parameters, _GRADIENT_BYTES * parameters
+    weights = _WEIGHT_BYTES * sum(one.on_rank(tp) for one in of_unit)
+    gradients = _GRADIENT_BYTES * sum(one.trained_on_rank(tp) for one in of_unit)
     # hpZ: from forward to backward, shards lie over fewer ranks.
     over = mesh.keep if mesh.keep < shard else shard
     again_us = 0.0 if mesh.keep == 1 else links.us("all_gather", weights, over, tp)
@@ -292,8 +319,8 @@ def _unit_times(cluster: Cluster, mesh: Mesh, parameters: int) -> _UnitTimes:
     return _UnitTimes(gather_us, again_us, scatter_us, scatter_us + over_replicas)
 
 
-def update_us(cluster: Cluster, mesh: Mesh, parameters: int) -> float:
-    return _UPDATE_BYTES * parameters / mesh.shard / cluster.bytes_per_us
+def update_us(cluster: Cluster, mesh: Mesh, trained: int) -> float:
+    return _UPDATE_BYTES * trained / mesh.shard / cluster.bytes_per_us
 
 
 def hop_us(job: Job, cluster: Cluster, d: Degrees) -> float:
@@ -303,14 +330,18 @@ def hop_us(job: Job, cluster: Cluster, d: Degrees) -> float:
 
 
 def data_parallel_us(
-    job: Job, cluster: Cluster, mesh: Mesh, block: Part, block_extra_us: float, ends_us: float
-) -> float:
-    """Of all microbatches without a pipeline; `ends_us` is of one in what is beside the blocks."""
+    job: Job, cluster: Cluster, mesh: Mesh, blocks: Sequence[Part], block_extra_us: float,
+    ends_us: float,
+) -> float:  # fmt: skip
+    """Of all microbatches without a pipeline; `ends_us` is of one in what is beside the blocks.
+
+    `blocks` : one of each kind. `block_extra_us` : of one, on average.
+    """
     degrees, links = mesh.degrees, cluster.links
-    tp, last = degrees.tp, degrees.microbatches - 1
-    unit = _unit_times(cluster, mesh, job.weights["block"].on_rank(tp))
-    of_ends = job.weights["first"].on_rank(tp) + job.weights["last"].on_rank(tp)
-    ends = _unit_times(cluster, mesh, of_ends)
+    last, weights = degrees.microbatches - 1, job.weights
+    units = [_unit_times(cluster, mesh, weights[place]) for place in job.block_positions]
+    ends = _unit_times(cluster, mesh, weights["first"], weights["last"])
+    of_kind = list(zip(np.bincount(job.kind_of_layer).tolist(), blocks, units, strict=True))
 
     def one_us(i: int) -> float:
         # Parameters that are kept whole are gathered once.
@@ -319,24 +350,35 @@ def data_parallel_us(
         def back_us(of: _UnitTimes) -> float:
             return of.again_us + (of.reduce_us if i == last else of.scatter_us * mesh.reduce_each)
 
-        forward = links.both_us(block.forward_us, unit.gather_us * is_gathered)
-        backward = links.both_us(block.backward_us + block_extra_us, back_us(unit))
+        def block_us(block: Part, unit: _UnitTimes) -> float:
+            forward = links.both_us(block.forward_us, unit.gather_us * is_gathered)
+            return forward + links.both_us(block.backward_us + block_extra_us, back_us(unit))
+
         around = links.both_us(ends_us, ends.gather_us * is_gathered + back_us(ends))
-        return job.layers * (forward + backward) + around
+        return sum(count * block_us(block, unit) for count, block, unit in of_kind) + around
 
     # Microbatches between the first and the last are alike.
     between = max(degrees.microbatches - 2, 0)
     total = sum(map(one_us, {0, last})) + (between * one_us(1) if between else 0.0)
-    return unit.gather_us + unit.reduce_us + total
+    return units[0].gather_us + units[0].reduce_us + total
 
 
 def behind_pipeline_us(
-    job: Job, cluster: Cluster, mesh: Mesh, block: Part, blocks: int, parameters: int
+    job: Job, cluster: Cluster, mesh: Mesh, blocks: Sequence[Part], counts: _Counts, trained: int
 ) -> float:
-    """What a stage's states add to a pipeline: gathers before it, reductions and updates behind."""
-    of_block = job.weights["block"].on_rank(mesh.degrees.tp)
-    unit = _unit_times(cluster, mesh, of_block)
+    """What a stage's states add to a pipeline: gathers before it, reductions and updates behind.
+
+    `blocks` : one of each kind. `counts` : of the stage, for each. `trained` : parameters.
+    """
+    weights = [job.weights[place] for place in job.block_positions]
+    units = [_unit_times(cluster, mesh, one) for one in weights]
     # The first forward has gathers beside it; FSDP2 then keeps parameters whole to the end.
-    waits = max(cluster.links.both_us(block.forward_us, unit.gather_us) - block.forward_us, 0.0)
-    share = parameters / max(of_block, 1)
-    return blocks * waits + share * unit.reduce_us + update_us(cluster, mesh, parameters)
+    waits = [
+        max(cluster.links.both_us(block.forward_us, unit.gather_us) - block.forward_us, 0.0)
+        for block, unit in zip(blocks, units, strict=True)
+    ]
+    of_unit = [one.trained_on_rank(mesh.degrees.tp) for one in weights]
+    largest = max(range(len(weights)), key=lambda kind: of_unit[kind])
+    share = trained / max(of_unit[largest], 1)
+    reduce_us = share * units[largest].reduce_us
+    return float(counts @ waits) + reduce_us + update_us(cluster, mesh, trained)

@@ -81,7 +81,7 @@ class StepHere:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
         request: StepRequest, optimizer: Optimizer, *, loss_fn: Callable[..., Any] | None = None,
-        target: Any = None, profile: Profile | None = None, split: str | None = None,
+        target: Any = None, profile: Profile | None = None, split: Split | None = None,
     ) -> None:  # fmt: skip
         from remat.graph_capture.capture_api import add_costs, tiers_for
         from remat.graph_capture.tracing.trace import trace

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer as TorchOptimizer
 
     from remat.graph_capture.costs.cache import Profile
+    from remat.graph_capture.tracing.recipe import Split
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class StepPlan:
 def plan_step(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, request: StepRequest,
     *, loss_fn: Callable[..., Any] | None = None, target: Any = None,
-    profile: Profile | None = None, split: str | None = None, told: _Told = lambda _: None,
+    profile: Profile | None = None, split: Split | None = None, told: _Told = lambda _: None,
 ) -> StepPlan:  # fmt: skip
     from remat.graph_capture.capture_api import add_costs, tiers_for
     from remat.graph_capture.tracing.trace import trace

@@ -314,7 +314,7 @@ class StepResult:
         return gap_of(self.plan.simulation.time_us, self.lower_bound_us) if self.plan else None
 
 
-class StepFound(NamedTuple):
+class _Found(NamedTuple):
     """Of the graph in these chunks: its layers, and the outcome."""
 
     task: StepTask
@@ -334,10 +334,10 @@ class StepFound(NamedTuple):
 def fastest_in_chunks(
     graph: TrainingGraph, task_of: Callable[[TrainingGraph], StepTask], microbatches: int,
     progress: Callable[[str], None] = lambda _: None,
-) -> StepFound:  # fmt: skip
+) -> _Found:  # fmt: skip
     """As of `plan_whole_step`, with one of the graph's regions in chunks where that is faster."""
     task = task_of(unchunked(graph))
-    best = StepFound(task, plan_whole_step(task, microbatches, progress=progress))
+    best = _Found(task, plan_whole_step(task, microbatches, progress=progress))
     saved_us = unchunked(graph).time_us - fastest_us(graph)
     bound_us = least_step_us(task, microbatches, saved_us)
     for region in graph.regions:
@@ -345,7 +345,7 @@ def fastest_in_chunks(
             chunks = (ChunkedRegion(region.name, choice.chunks, choice.exact),)
             task = task_of(in_chunks(graph, chunks))
             result = plan_whole_step(task, microbatches, known=best.result, progress=progress)
-            if (found := StepFound(task, result, chunks)).rank >= best.rank:
+            if (found := _Found(task, result, chunks)).rank >= best.rank:
                 break  # more of them take longer still
             best = found
     return best._replace(result=dataclasses.replace(best.result, lower_bound_us=bound_us))

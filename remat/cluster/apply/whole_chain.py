@@ -18,9 +18,8 @@ from remat.cluster.capture.model_chain import (
     ChainModel,
     ChainShape,
     leaf_on_meta,
-    refuse_tied,
+    refuse_stages,
     state_on_meta,
-    tied_weights,
 )
 from remat.cluster.capture.watching import watch
 from remat.cluster.model_part import beside_blocks
@@ -68,8 +67,10 @@ def whole_chain(
     called: list[str] = []
     others = beside_blocks(meta, list(blocks))
     shape = _watched(chain, others, called)
+    if shape.unrun:
+        raise CaptureError(shape.unrun)
     if plan.parallelism.pipeline_parallel_degree > 1:
-        refuse_tied(tied_weights(chain, shape))
+        refuse_stages(chain, shape)
     _refuse_loose(model, {*blocks, *others})
     own = beside_blocks(model, list(blocks))
     behind = {path: module for path, module in own.items() if path in called}

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from remat.cluster.capture.model_chain import ChainModel, ChainShape, SplitRole
+from remat.cluster.capture.model_chain import BlockShape, ChainModel, ChainShape, SplitRole
 from remat.cluster.capture.watching import HeadsOverRanks
 from remat.cluster.mesh import ring_ranks
 from remat.graph_capture.costs.roofline import model_costs
@@ -92,24 +92,33 @@ class _OnRank(nn.Module):
 
 
 def _block_on_rank(
-    chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups
+    chain: ChainModel, shape: ChainShape, kind: int, tp: int, cp: int, groups: FakeGroups
 ) -> nn.Module:
-    """The first block, split; `CaptureError` where a weight has no equal parts."""
+    """The first block of a kind, split; `CaptureError` where a weight has no equal parts."""
     ring = ring_ranks(shape.heads, tp, cp)
     heads = cp // ring  # neighbours share heads: they exchange most
     of_context = groups.group(heads, apart=tp), groups.group(ring, apart=tp * heads)
-    path = chain.first_path
+    path = list(chain.blocks)[shape.blocks[kind][0]]
     inner = copy.deepcopy(chain.blocks[path])
     _split(inner, f"{path}.", shape, tp, groups.group(tp))
     return _OnRank(inner, cp, of_context[: 1 + (ring > 1)])
 
 
-def _border_on_rank(shape: ChainShape, tp: int) -> Tensor:
-    assert shape.border is not None
-    sizes = list(shape.border.shape)
-    # Between split layers a tensor parallel rank has its part of the sequence.
-    sizes[SEQUENCE] //= tp
-    return torch.empty(sizes, dtype=shape.border.dtype, device="meta", requires_grad=True)
+def _border_on_rank(border: Tensor, tp: int) -> Tensor:
+    sizes = list(border.shape)
+    if tp > 1:
+        # Between split layers a tensor parallel rank has its part of the sequence.
+        sizes[SEQUENCE] //= tp
+    return torch.empty(sizes, dtype=border.dtype, device="meta", requires_grad=True)
+
+
+def _call_on_rank(block: BlockShape, tp: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments; what trained parameters made is split as borders are."""
+    leaves = block.leaves
+    for i in (*block.borders, *block.with_gradient):
+        is_split = tp > 1 and leaves[i].dim() == block.read.dim()
+        leaves[i] = _border_on_rank(leaves[i], tp if is_split else 1)
+    return block.call(leaves)
 
 
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
@@ -131,32 +140,66 @@ class _PartsOfRows(CallWatcher):
 
 
 class _BehindRank(nn.Module):
-    def __init__(self, model: nn.Module, given: _Given, loss_fn: Any, tp: int) -> None:
+    """What follows the blocks, and what lies between two lists of them."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, tp: int, noted: list[Tensor]) -> None:
         super().__init__()
-        self.model, self.given, self.loss_fn, self.tp = model, given, loss_fn, tp
+        self.model, self.loss_fn, self.tp, self.noted = model, loss_fn, tp, noted
 
     def forward(self, args: Any, kwargs: Any, target: Any) -> Any:
         with _PartsOfRows(self.tp):
-            return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
+            loss = apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
+        between = tuple(self.noted)
+        self.noted.clear()  # a forward leaves its module as it was
+        return (loss, *between) if between else loss
 
 
 class Passes(nn.Module):
-    """In the place of a block: hands on what it reads."""
+    """In the place of a block: hands on what it reads, in the form of what the block returns."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x
-
-
-class _Given(nn.Module):
-    """In the place of the last block: the border that it would return."""
-
-    def __init__(self, border: Tensor) -> None:
+    def __init__(self, border: int = 0, result: Any = None) -> None:
         super().__init__()
-        # A parameter, so that it has a gradient.
-        self.border = nn.Parameter(border.detach())
+        # As an attribute of no module: it may hold tensors.
+        self.border, self.result = border, result
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.border
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.returned(pytree.tree_leaves((args, kwargs))[self.border])
+
+    def returned(self, x: Tensor) -> Any:
+        leaves = pytree.tree_leaves(self.result)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for i in tensors:
+            leaves[i] = x if i == tensors[0] else _empty_like(leaves[i], x)
+        return pytree.tree_unflatten(leaves, pytree.tree_structure(self.result)) if tensors else x
+
+
+def _empty_like(tensor: Tensor, x: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=x.device)
+
+
+class _Given(Passes):
+    """In the place of the last block of a list: the border that it would return."""
+
+    def __init__(self, border: Tensor, result: Any) -> None:
+        super().__init__(0, result)
+        # A parameter, so that it has a gradient.
+        self.given = nn.Parameter(border.detach())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.returned(self.given)
+
+
+class _Begins(Passes):
+    """In the place of the first block of a list behind another one: notes what it is given."""
+
+    def __init__(self, border: int, result: Any, noted: list[Tensor]) -> None:
+        super().__init__(border, result)
+        self.noted = noted
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        self.noted += [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+        return super().forward(*args, **kwargs)
 
 
 def _split(module: nn.Module, prefix: str, shape: ChainShape, tp: int, group: Any) -> None:
@@ -195,22 +238,26 @@ BORDER = "remat.border"  # the op that stands for the arrival of what a block re
 
 
 def block_graph_on_rank(
-    chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups, device: str,
-    links: RankLinks,
+    chain: ChainModel, shape: ChainShape, kind: int, tp: int, cp: int, groups: FakeGroups,
+    device: str, links: RankLinks,
 ) -> tuple[TrainingGraph, str]:  # fmt: skip
     """And the value that is the gradient of the block's border; empty where there is none."""
-    module = _block_on_rank(chain, shape, tp, cp, groups)
-    args = (_border_on_rank(shape, tp), *shape.block_args[1:])
-    args, kwargs = _stored((args, shape.block_kwargs))
+    module = _block_on_rank(chain, shape, kind, tp, cp, groups)
+    block = shape.blocks[kind][1]
+    args, kwargs = _stored(_call_on_rank(block, tp))
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
-    border, joint = border_value(traced), traced.joint
+    joint = traced.joint
+    # Inputs are parameters and buffers, and then the tensors of a call in turn.
+    inputs = [v.name for v in traced.graph.values if v.kind == "input" and not v.producer]
+    tensors = [i for i, leaf in enumerate(block.leaves) if isinstance(leaf, Tensor)]
+    borders = [inputs[tensors.index(i)] for i in block.borders]
     nodes = joint.module.graph.find_nodes(op="placeholder")
     results: Any = joint.module.graph.output_node().args[0]
     of_inputs = results[joint.num_forward_outputs :]
     pairs = zip(nodes, of_inputs, strict=False)  # behind the inputs come tangents
-    made = (one for node, one in pairs if node.name == border and isinstance(one, fx.Node))
+    made = (one for node, one in pairs if node.name == borders[0] and isinstance(one, fx.Node))
     gradient = next((joint.value_of_node[one] for one in made), "")
-    return _prepared(traced, groups, links, border), gradient
+    return _prepared(traced, groups, links, *borders), gradient
 
 
 def behind_graph_on_rank(
@@ -220,14 +267,62 @@ def behind_graph_on_rank(
     """Of what follows the blocks, its vocabulary split; `CaptureError` as of `_block_on_rank`."""
     shared: dict[int, Any] = {id(block): block for block in chain.blocks.values()}
     model = copy.deepcopy(chain.model, shared)  # blocks go, so they are not copied
-    given = _Given(_border_on_rank(shape, tp))
-    for path in chain.blocks:
-        model.set_submodule(path, given if path == chain.last_path else Passes())
+    noted = list[Tensor]()
+    for number, path in enumerate(chain.blocks):
+        model.set_submodule(path, _stand_in(shape, number, tp, noted))
     _split(model, "", shape, tp, groups.group(tp))
-    module = _BehindRank(model, given, chain.loss_fn, tp)
+    module = _BehindRank(model, chain.loss_fn, tp, noted)
     args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")
-    return _prepared(traced, groups, links, "")
+    return _prepared(traced, groups, links)
+
+
+class _Reached(BaseException):  # no `Exception`: a forward may catch those
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()
+        self.given = given
+
+
+class _Ends(nn.Module):
+    """In the place of the first block: ends forward with what the block is given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        raise _Reached([t for t in given if isinstance(t, Tensor) and t.is_floating_point()])
+
+
+class _BeforeRank(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self.model(*args, **kwargs)
+        except _Reached as reached:
+            return tuple(reached.given)
+
+
+def before_graph_on_rank(
+    chain: ChainModel, groups: FakeGroups, device: str, links: RankLinks
+) -> TrainingGraph:
+    """Of what runs before the blocks, which each tensor parallel rank runs whole."""
+    ends: dict[int, Any] = {id(block): _Ends() for block in chain.blocks.values()}
+    module = _BeforeRank(copy.deepcopy(chain.model, ends))
+    args = _stored((chain.args, chain.kwargs))
+    traced = trace(module, args, {}, device=device, optimizer="none", split="none")
+    return _prepared(traced, groups, links)
+
+
+def _stand_in(shape: ChainShape, number: int, tp: int, noted: list[Tensor]) -> nn.Module:
+    """In the place of a block, where what lies beside blocks is traced."""
+    result = shape.results[number]
+    if number + 1 in (*shape.starts, len(shape.kinds)):
+        border = next(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        return _Given(_border_on_rank(border, tp), result)
+    at = shape.blocks[shape.kinds[number]][1].borders[0]
+    is_first = number > 0 and number in shape.starts
+    return _Begins(at, result, noted) if is_first else Passes(at, result)
 
 
 def _stored(batch: Any) -> Any:
@@ -239,22 +334,29 @@ def _stored(batch: Any) -> Any:
 
 def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups) -> str:
     """Why one rank's block does not run over so many tensor parallel ranks; empty if it does."""
-    if shape.unsplit:
-        return shape.unsplit
-    assert shape.border is not None
-    if shape.border.dim() != 3 or shape.border.shape[1] % tp:
-        return f"its border {list(shape.border.shape)} has no {tp} parts of a sequence"
+    whys = (_why_unsplit(chain, shape, kind, tp, groups) for kind in range(len(shape.blocks)))
+    return shape.unsplit or next(filter(None, whys), "")
+
+
+def _why_unsplit(
+    chain: ChainModel, shape: ChainShape, kind: int, tp: int, groups: FakeGroups
+) -> str:
+    block = shape.blocks[kind][1]
+    border = block.read
+    if border.dim() != 3 or border.shape[1] % tp:
+        return f"its border {list(border.shape)} has no {tp} parts of a sequence"
     try:
-        module = _block_on_rank(chain, shape, tp, 1, groups)
-        border = _border_on_rank(shape, tp)
+        module = _block_on_rank(chain, shape, kind, tp, 1, groups)
+        args, kwargs = _call_on_rank(block, tp)
         with torch.no_grad():
-            made = module(border, *shape.block_args[1:], **shape.block_kwargs)
+            made = pytree.tree_leaves(module(*args, **kwargs))
     except CaptureError as error:
         return str(error)
     # A view with the whole's number of heads fails on a part of them.
     except RuntimeError as error:
         return f"with a part of its heads, torch says: {str(error).splitlines()[0]}"
-    return "" if made.shape == border.shape else "its result has another shape than what it reads"
+    is_as_read = made[0].shape == _border_on_rank(border, tp).shape
+    return "" if is_as_read else "its result has another shape than what it reads"
 
 
 def border_value(traced: Trace) -> str:
@@ -262,24 +364,24 @@ def border_value(traced: Trace) -> str:
     return next(v.name for v in traced.graph.values if v.kind == "input" and not v.producer)
 
 
-def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) -> TrainingGraph:
+def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, *borders: str) -> TrainingGraph:
     for name, node in traced.joint.node_of_op.items():
         if is_collective(node) and not groups.has(groups_of([node])):
             raise CaptureError(
                 f"leave the collective {name} out of the model: a block runs it, and a cluster's "
                 "plan adds all collectives itself"
             )
-    return planned_graph(model_costs(traced, traced.recipe.device, ranks=links), border)
+    return planned_graph(model_costs(traced, traced.recipe.device, ranks=links), *borders)
 
 
-def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
-    """A rank's part as a planner of clusters takes it; an op in front makes the value `border`."""
+def planned_graph(graph: TrainingGraph, *borders: str) -> TrainingGraph:
+    """A rank's part as a planner of clusters takes it; an op in front makes the `borders`."""
     ops = tuple(map(_free_to_repeat, graph.ops))
     values = graph.values
-    if border:
+    if borders:
         # It arrives from another rank: nothing here makes it again.
-        ops = (Op("border", BORDER, "forward", (), (border,), no_recompute=BORDER), *ops)
-        values = tuple(replace(v, producer="border") if v.name == border else v for v in values)
+        ops = (Op("border", BORDER, "forward", (), borders, no_recompute=BORDER), *ops)
+        values = tuple(replace(v, producer="border") if v.name in borders else v for v in values)
     # The gradient of a border comes from the block behind, which is done with it.
     values = tuple(replace(v, kind="activation") if v.kind == "tangent" else v for v in values)
     known = {v.name: v for v in values}

@@ -3,6 +3,7 @@
 One forward runs on the meta device, which computes shapes alone. It tells
 
 - whether each block reads what the one before it made, and nothing else reads that;
+- which blocks run the same operations: they are of one kind;
 - which linear layers of a block are split by columns and which by rows. One that reads what is
   whole is split by columns, so its result is split; one that reads what is split is split by rows,
   and its result is summed over ranks (Megatron-LM, Shoeybi et al. 2019,
@@ -16,20 +17,29 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from remat.cluster.capture.model_chain import ChainModel, ChainShape, SplitRole
+from remat.cluster.capture.model_chain import (
+    BlockShape,
+    ChainModel,
+    ChainShape,
+    SplitRole,
+    block_facts,
+)
 from remat.cluster.mesh import shares_heads
-from remat.cluster.parts import ChainPosition
+from remat.cluster.parts import ChainPosition, block_position
 from remat.graph_capture.costs.cache import flops_of_call
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.distributed.ring_attention import HEADS, TOKENS, ring_attention
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, RematError
+from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.torch_private.core import (
     CallWatcher,
     OpWatcher,
@@ -153,24 +163,24 @@ class _WatchedAttention(AttentionMode):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
         shape, is_causal = self.watcher.shape, bool(given.get("is_causal"))
-        # Blocks are equal, so the first one stands for all.
-        if self.watcher.inside in (None, 0):
-            whole = 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * (
-                key.shape[-2] * value.shape[-1]
-            )
-            shape.attention_flops += whole // 2 if is_causal else whole
-            shape.has_fused_attention = True
-            shape.unshared = shape.unshared or _why_unshared(query, key, given.get("attn_mask"))
-            shape.heads.add((query.shape[HEADS], key.shape[HEADS]))
+        whole = 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * (
+            key.shape[-2] * value.shape[-1]
+        )
+        self.watcher.now.attention_flops += whole // 2 if is_causal else whole
+        shape.has_fused_attention = True
+        shape.unshared = shape.unshared or _why_unshared(query, key, given.get("attn_mask"))
+        shape.heads.add((query.shape[HEADS], key.shape[HEADS]))
         # On meta tensors torch would run its open form, as products.
         result = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        if id(query) in self.watcher.split:
-            self.watcher.split[id(result)] = result
+        read = (query, key, value, *given.values())
+        self.watcher.note_made(f"attention {is_causal}", pytree.tree_leaves(read), [result])
         return result
 
 
+_MOST_KINDS = 16  # of blocks: each is captured and solved apart
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default")
 _NO_CHAIN = "so the model is not a chain of blocks, which a cluster's plan needs"
+_OTHER_BLOCKS = "name other blocks with --blocks, or plan one rank with remat run --sharding"
 
 
 def watch(chain: ChainModel) -> ChainShape:
@@ -181,8 +191,21 @@ def watch(chain: ChainModel) -> ChainShape:
             hooks.enter_context(handle)
         # Meta tensors have no values: code that looks at them leaves that out where it is compiled.
         with compiling_and_exporting(True, False), _WatchedAttention(watcher), watcher:
-            apply_loss(chain.loss_fn, chain.model(*chain.args, **chain.kwargs), chain.target)
+            _run_once(chain)
     return watcher.found()
+
+
+def _run_once(chain: ChainModel) -> None:
+    try:
+        apply_loss(chain.loss_fn, chain.model(*chain.args, **chain.kwargs), chain.target)
+    except RematError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            "let forward and the loss run once on the meta device, whose tensors have no values, "
+            f"or plan one rank with remat run --sharding: {_kind(error)} "
+            f"({source_of_error(error.__traceback__)}): {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:
@@ -201,41 +224,162 @@ def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:
             yield module.register_forward_hook(partial(watcher.after_block, number))
 
 
+@dataclass
+class _NotedPart:
+    """What runs in one block, or in one part beside them."""
+
+    shape: BlockShape | None = None
+    parameters: set[str] = field(default_factory=set[str])
+    products_flops: int = 0
+    attention_flops: int = 0
+    hash: Any = field(default_factory=hashlib.sha256)
+
+
 class _Watcher(OpWatcher):
     def __init__(self, chain: ChainModel) -> None:
         super().__init__()
         self.chain, self.paths = chain, list(chain.blocks)
         self.shape = ChainShape()
-        self.names = {id(p): name for name, p in chain.model.named_parameters()}
+        parameters = dict(chain.model.named_parameters())
+        self.names = {id(p): name for name, p in parameters.items()}
+        self.beside: dict[ChainPosition, _NotedPart] = {"first": _NotedPart(), "last": _NotedPart()}
+        self.of_block: list[_NotedPart] = []
         self.inside: int | None = None
         self.after = -1
         # Here and below the tensors are held, so that no other gets the id of one.
-        self.borders: dict[int, tuple[int, Tensor]] = {}
+        self.made: dict[int, tuple[int, Tensor]] = {}
         self.split: dict[int, Tensor] = {}
         self.made_by: dict[int, tuple[str, Tensor]] = {}
+        trained = (p for p in parameters.values() if p.requires_grad)
+        self.trained: dict[int, Tensor] = {id(p): p for p in trained}
         self.hash = hashlib.sha256()
 
     @property
     def place(self) -> ChainPosition:
-        if self.inside is not None:
-            return "block"
-        return "last" if self.after == len(self.paths) - 1 else "first"
+        """Of what runs beside blocks; what lies between two lists of them goes with the last."""
+        return "first" if self.after < 0 else "last"
+
+    @property
+    def now(self) -> _NotedPart:
+        return self.beside[self.place] if self.inside is None else self.of_block[self.inside]
 
     @property
     def is_followed(self) -> bool:
-        """Whether roles are looked for here: in one block of all, and behind the last."""
-        return self.inside == 0 or self.place == "last"
+        """Whether roles are looked for here: in blocks, and behind the first of them."""
+        return self.inside is not None or self.place == "last"
 
     def found(self) -> ChainShape:
         shape = self.shape
         if self.after != len(self.paths) - 1:
             missing = self.paths[self.after + 1]
-            raise CaptureError(f"block {missing} is not called in turn, {_NO_CHAIN}")
+            raise CaptureError(
+                f"{_OTHER_BLOCKS}: block {missing} is not called in turn, {_NO_CHAIN}"
+            )
+        frozen = [n for n, p in self.chain.model.named_parameters() if not p.requires_grad]
+        self.hash.update(repr(frozen).encode())
         shape.digest = self.hash.hexdigest()
-        of_block = [r for path, r in shape.roles.items() if path.startswith(self.paths[0])]
-        if not shape.unsplit and not {"columns", "rows"} <= set(of_block):
-            shape.unsplit = "no linear layer of it reads the result of another"
+        self._hand_on()
+        self._number_kinds()
+        noted = dict(self.beside)
+        for kind, (number, _) in enumerate(shape.blocks):
+            noted[block_position(kind)] = self.of_block[number]
+        for place, one in noted.items():
+            shape.parameters[place] = one.parameters
+            shape.products_flops[place] = one.products_flops
+            shape.attention_flops[place] = one.attention_flops
+        self._keep_roles()
+        shape.unrun = shape.unrun or self._why_unrun()
         return shape
+
+    def _hand_on(self) -> None:
+        """Leave out of borders what blocks only hand on: it is there once for all of them."""
+        for number, noted in enumerate(self.of_block):
+            assert noted.shape is not None
+            block, leaves = noted.shape, noted.shape.leaves
+            result = {id(leaf) for leaf in pytree.tree_leaves(block.result)}
+            own = tuple(i for i in block.borders if id(leaves[i]) not in result)
+            if own and own != block.borders:
+                handed = (i for i in block.borders if i not in own)
+                reached = (i for i in handed if id(leaves[i]) in self.trained)
+                block.with_gradient = tuple(sorted((*block.with_gradient, *reached)))
+                block.borders = own
+                self._hand_over(number)
+        for noted, behind in pairwise(self.of_block):
+            assert noted.shape is not None
+            assert behind.shape is not None
+            # The first block of a list has its border where the next one has it.
+            if not noted.shape.borders:
+                at, n = behind.shape.borders, len(noted.shape.leaves)
+                noted.shape.borders = at if at and max(at) < n else (0,)
+                noted.shape.with_gradient = tuple(
+                    i for i in noted.shape.with_gradient if i not in noted.shape.borders
+                )
+
+    def _number_kinds(self) -> None:
+        shape, known = self.shape, dict[Any, int]()
+        kinds = list[int]()
+        for number, (block, noted) in enumerate(
+            zip(self.chain.blocks.values(), self.of_block, strict=True)
+        ):
+            one = noted.shape
+            assert one is not None
+            key = (
+                block_facts(block),
+                noted.hash.digest(),
+                one.borders,
+                one.with_gradient,
+                one.trains,
+            )
+            if key not in known:
+                known[key] = len(known)
+                shape.blocks.append((number, one))
+            kinds.append(known[key])
+        if len(known) > _MOST_KINDS:
+            raise CaptureError(
+                f"{_OTHER_BLOCKS}: {len(known)} of {len(kinds)} blocks run operations of their "
+                f"own, and at most {_MOST_KINDS} kinds are planned"
+            )
+        shape.kinds = tuple(kinds)
+        shape.results = [noted.shape.result for noted in self.of_block if noted.shape]
+        given = {
+            id(leaf): leaf.numel() * leaf.element_size()
+            for noted in self.of_block if noted.shape
+            for i, leaf in enumerate(noted.shape.leaves)
+            if isinstance(leaf, Tensor) and i not in noted.shape.borders
+        }  # fmt: skip
+        shape.given_bytes = sum(given.values())
+        if len({one.read.shape for _, one in shape.blocks}) > 1:
+            shape.unstaged = shape.unstaged or (
+                "plan without stages with --pp 1: blocks read tensors of different shapes, which "
+                "stages do not send"
+            )
+
+    def _keep_roles(self) -> None:
+        """Of one block of each kind, and of what is behind the blocks."""
+        shape = self.shape
+        kept = [f"{self.paths[number]}." for number, _ in shape.blocks]
+        others = [f"{path}." for path in self.paths if f"{path}." not in kept]
+        for known in (shape.roles, shape.gathered):
+            for path in [p for p in known if any(p.startswith(one) for one in others)]:
+                del known[path]
+        for prefix in kept:
+            roles = {role for path, role in shape.roles.items() if path.startswith(prefix)}
+            if not shape.unsplit and not {"columns", "rows"} <= roles:
+                shape.unsplit = "no linear layer of it reads the result of another"
+
+    def _why_unrun(self) -> str:
+        """What `remat.cluster.parallelize` asks of a chain beyond what its plan needs."""
+        shape, path = self.shape, self.paths[0]
+        for number, noted in enumerate(self.of_block):
+            at, block = self.paths[number], noted.shape
+            assert block is not None
+            if not isinstance(block.result, Tensor):
+                return f"return one tensor from block {at}: it returns a {_kind(block.result)}"
+            if block.borders != (0,):
+                return f"give block {at} what the block before it makes as its first argument alone"
+            if shape.kinds[number]:
+                return f"make all blocks alike: block {at} runs other operations than block {path}"
+        return ""
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
@@ -244,42 +388,56 @@ class _Watcher(OpWatcher):
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._note_reads(func, read)
         self._count(func, args, kwargs, result)
+        self.note_made(str(func), leaves, made)
+        if func is torch.ops.aten.detach.default:
+            self.trained.pop(id(result), None)
+        return result
+
+    def note_made(self, said: str, leaves: list[Any], made: list[Tensor]) -> None:
+        read = [t for t in leaves if isinstance(t, Tensor)]
         # What is made of a split tensor is split, until a layer by rows sums it.
         if self.is_followed and any(id(t) in self.split for t in read):
             self.split.update((id(t), t) for t in made)
-        if self.inside in (None, 0):
-            told = [
-                f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-                for leaf in leaves
-            ]
-            self.hash.update(f"{self.place} {func} {told}\n".encode())
-        return result
+        if any(id(t) in self.trained for t in read):
+            self.trained.update((id(t), t) for t in made if t.is_floating_point())
+        told = [
+            f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in leaves
+        ]
+        self.hash.update(f"{self.place} {said} {told}\n".encode())
+        # A rate of dropout or a scale costs the same whatever it is.
+        alike = [one for one, leaf in zip(told, leaves, strict=True) if type(leaf) is not float]
+        self.now.hash.update(f"{said} {alike}\n".encode())
 
     def _note_reads(self, func: Any, read: list[Tensor]) -> None:
         for tensor in read:
             name = self.names.get(id(tensor))
-            if name is not None and self.inside in (None, 0):
-                self.shape.parameters[self.place].add(name)
-            border = self.borders.get(id(tensor))
+            if name is not None:
+                self.now.parameters.add(name)
+            found = self.made.get(id(tensor))
             # What follows the blocks may read the last border as often as it likes.
-            if border is None or border[0] == len(self.paths) - 1:
+            if found is None or self._ends_list(found[0]):
                 continue
-            if self.inside != border[0] + 1:
+            given = self.now.shape.leaves if self.now.shape else []
+            if not any(tensor is leaf for leaf in given):
                 where = "outside the blocks" if self.inside is None else self.paths[self.inside]
                 raise CaptureError(
-                    f"the result of block {self.paths[border[0]]} is read by {func} {where}, "
-                    f"besides the next block, {_NO_CHAIN}"
+                    f"{_OTHER_BLOCKS}: the result of block {self.paths[found[0]]} is read by "
+                    f"{func} {where}, besides the next block, {_NO_CHAIN}"
                 )
 
+    def _ends_list(self, number: int) -> bool:
+        """Whether the next block, if there is one, is of another list."""
+        parents = [path.rpartition(".")[0] for path in self.paths[number : number + 2]]
+        return len(parents) == 1 or parents[0] != parents[1]
+
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if self.inside not in (None, 0):
-            return
         flops = flops_of_call(func, args, kwargs, result)
         if str(func) in _PRODUCTS:
-            self.shape.products_flops[self.place] += flops
+            self.now.products_flops += flops
         elif flops:
             # Batched products are attention that is written out: heads cannot be shared then.
-            self.shape.attention_flops += flops
+            self.now.attention_flops += flops
             self.shape.has_open_attention = True
 
     def before_block(
@@ -287,45 +445,88 @@ class _Watcher(OpWatcher):
     ) -> None:
         path = self.paths[number]
         if number != self.after + 1 or self.inside is not None:
-            raise CaptureError(f"block {path} is not called in turn, {_NO_CHAIN}")
-        if not (args and isinstance(args[0], Tensor)):
-            raise CaptureError(f"block {path} has no tensor as its first argument, {_NO_CHAIN}")
-        if number == 0:
-            self.shape.block_args, self.shape.block_kwargs = args, kwargs
-        elif self.borders.get(id(args[0]), (None,))[0] != number - 1:
-            raise CaptureError(
-                f"block {path} does not read the result of block {self.paths[number - 1]} "
-                f"unchanged, {_NO_CHAIN}"
-            )
-        else:
-            self._require_same(number, args, kwargs)
+            raise CaptureError(f"{_OTHER_BLOCKS}: block {path} is not called in turn, {_NO_CHAIN}")
+        block = BlockShape(args, kwargs)
+        leaves = block.leaves
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise CaptureError(f"{_OTHER_BLOCKS}: block {path} is given no tensor, {_NO_CHAIN}")
+        makers = {i: self.made[id(leaves[i])][0] for i in tensors if id(leaves[i]) in self.made}
+        block.borders = tuple(i for i, maker in makers.items() if maker == number - 1)
+        # A decoder may be given what the last block of an encoder made, beside its own border.
+        if number and (not block.borders or self._ends_list(number - 1)):
+            if block.borders[:1] != tuple(tensors[:1]):
+                self._begin_list(number)
+                block.borders = ()
+        elif any(maker < number - 1 for maker in makers.values()):
+            self._hand_over(number)
+        reached = [i for i in tensors if id(leaves[i]) in self.trained]
+        block.trains = bool(reached) or any(p.requires_grad for p in module.parameters())
+        block.with_gradient = tuple(i for i in reached if i not in block.borders)
+        if number and not self.shape.unrun:
+            self._compare(number, block)
+        self.of_block.append(_NotedPart(block))
         self.inside = number
 
-    def _require_same(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shape = self.shape
-        known = pytree.tree_leaves((shape.block_args[1:], shape.block_kwargs))
-        given = pytree.tree_leaves((args[1:], kwargs))
+    def _begin_list(self, number: int) -> None:
+        path, before = self.paths[number], self.paths[number - 1]
+        if not self._ends_list(number - 1):
+            raise CaptureError(
+                f"{_OTHER_BLOCKS}: block {path} does not read the result of block {before} "
+                f"unchanged, {_NO_CHAIN}"
+            )
+        self.shape.starts.append(number)
+        self.shape.unstaged = (
+            f"plan without stages with --pp 1: {path} begins another list of blocks than that of "
+            f"{before}, and stages have one"
+        )
+        self.shape.unrun = (
+            f"wrap blocks with fully_shard as the plan says: {path} begins another list of blocks "
+            f"than that of {before}, and only one is run"
+        )
+
+    def _hand_over(self, number: int) -> None:
+        self.shape.unstaged = self.shape.unstaged or (
+            "return one tensor from each block, or plan without stages with --pp 1: block "
+            f"{self.paths[number]} is given more than the block before it made, which stages do "
+            "not send"
+        )
+
+    def _compare(self, number: int, block: BlockShape) -> None:
+        """Note where a block is given others arguments than the first one."""
+        first = self.of_block[0].shape
+        assert first is not None
+        at = block.borders or (0,)
+        known, given = (
+            [leaf for i, leaf in enumerate(one.leaves) if i not in at] for one in (first, block)
+        )
         if len(known) != len(given) or any(
             # Tensors have no values here to compare.
             a is not b and (isinstance(a, Tensor) or a != b)
             for a, b in zip(known, given, strict=True)
         ):
-            raise CaptureError(
+            self.shape.unrun = (
                 "give all blocks the same arguments, or keep what differs in the block: block "
                 f"{self.paths[number]} is given others than block {self.paths[0]}"
             )
 
     def after_block(self, number: int, module: nn.Module, args: Any, result: Any) -> None:
-        if not isinstance(result, Tensor):
+        noted = self.of_block[number]
+        assert noted.shape is not None
+        noted.shape.result = result
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not tensors:
             raise CaptureError(
-                f"return one tensor from block {self.paths[number]}: it returns a "
-                f"{type(result).__name__}, {_NO_CHAIN}"
+                f"return a tensor from block {self.paths[number]}: it returns a "
+                f"{_kind(result)}, {_NO_CHAIN}"
             )
         if number == 0:
-            self.shape.border = result
-            if id(result) in self.split:
-                self.shape.unsplit = "its result stays split: no linear layer sums it"
-        self.borders[id(result)] = number, result
+            self.shape.border = tensors[0]
+        if id(tensors[0]) in self.split:
+            self.shape.unsplit = "its result stays split: no linear layer sums it"
+        # What it was given and hands on is not its own.
+        own = {id(leaf) for leaf in noted.shape.leaves}
+        self.made.update((id(t), (number, t)) for t in tensors if id(t) not in own)
         self.inside, self.after = None, number
 
     def before_linear(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -345,10 +546,14 @@ class _Watcher(OpWatcher):
         if self.shape.roles[path] == "columns":
             self.split[id(result)] = result
         else:
-            # `on_op` has marked it as split; the sum over ranks is whole.
+            # `note_made` has marked it as split; the sum over ranks is whole.
             self.split.pop(id(result), None)
             self.made_by[id(result)] = path, result
 
     def after_module(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
         if self.is_followed and isinstance(result, Tensor) and path:
             self.made_by[id(result)] = path, result
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

@@ -192,7 +192,7 @@ def test_without_overlap_a_step_is_longer() -> None:
 
 def test_tied_weights_leave_one_stage() -> None:
     search = search_of(16)
-    search.job = msgspec.structs.replace(search.job, tied=("tok.weight",))
+    search.job = msgspec.structs.replace(search.job, unstaged="untie tok.weight")
     assert {d.pp for d in all_degrees(search.job, search.cluster, MeshSpec())} == {1}
 
 

@@ -36,7 +36,7 @@ def groups() -> Iterator[FakeGroups]:
 def block(tp: int, cp: int, groups: FakeGroups) -> TrainingGraph:
     built = chains.small_llama(batch=2, seq=SEQ // cp)
     chain = chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"])
-    graph, gradient = block_graph_on_rank(chain, watch(chain), tp, cp, groups, "h100", LINKS)
+    graph, gradient = block_graph_on_rank(chain, watch(chain), 0, tp, cp, groups, "h100", LINKS)
     # Of what the block reads, which comes behind its parameters.
     assert gradient == graph.outputs[-1]
     border = graph.value_by_name[graph.ops[0].outputs[0]]
@@ -136,7 +136,7 @@ def test_models_of_transformers_kind_are_planned_as_they_come(groups: FakeGroups
     built = chains.generating(batch=2, seq=8)
     chain = chain_of(built["model"], built["args"], {}, None, None)
     shape = watch(chain)
-    block_graph_on_rank(chain, shape, 2, 1, groups, "h100", LINKS)
+    block_graph_on_rank(chain, shape, 0, 2, 1, groups, "h100", LINKS)
     graph = behind_graph_on_rank(chain, shape, 2, groups, "h100", LINKS)
     products = [op for op in graph.ops if op.target.startswith("aten.mm")]
     made = {graph.value_by_name[name].shape for op in products for name in op.outputs}
@@ -157,4 +157,4 @@ def test_a_block_with_a_collective_of_its_own_is_refused(groups: FakeGroups) -> 
         layer.register_forward_hook(lambda module, _, result: module.together(result))
     chain = chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"])
     with pytest.raises(CaptureError, match=r"leave the collective all_reduce.* out of the model"):
-        block_graph_on_rank(chain, watch(chain), 1, 1, groups, "h100", LINKS)
+        block_graph_on_rank(chain, watch(chain), 0, 1, 1, groups, "h100", LINKS)
