@@ -27,8 +27,8 @@ def cause(theirs: Row, ours: Row | None, least_bytes: int | None) -> str:
     planned, measured = (ours.kept[f"{name}_overhead"] for name in ("planned", "measured"))
     before = (1 + ours.over_eager) / (1 + measured) - 1
     said = {
-        f"ours takes {before:+.1%} before anything is recomputed": before,
+        f"{before:+.1%} before recomputation": before,
         f"this peak costs ours {planned:+.1%}, as planned; gap {ours.kept['gap']:.1%}": planned,
-        f"the plan took {measured - planned:+.1%} more than planned": measured - planned,
+        f"{measured - planned:+.1%} more than planned": measured - planned,
     }
     return max(said, key=lambda text: said[text])

@@ -189,8 +189,8 @@ def test_a_model_without_rows_of_the_picture_has_no_panel() -> None:
     ("over", "planned", "measured", "said"),
     [
         (0.20, 0.20, 0.20, "this peak costs ours +20.0%, as planned; gap 1.0%"),
-        (0.30, 0.05, 0.30, "the plan took +25.0% more than planned"),
-        (0.32, 0.10, 0.10, "ours takes +20.0% before anything is recomputed"),
+        (0.30, 0.05, 0.30, "+25.0% more than planned"),
+        (0.32, 0.10, 0.10, "+20.0% before recomputation"),
     ],
 )
 def test_the_largest_part_is_the_cause(
