@@ -337,7 +337,8 @@ def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
 
 def distributed_message(path: str) -> str:
     return (
-        "make the plan first, then call fully_shard on the rewritten modules and train through "
+        "make the plan first, then call fully_shard on the root alone, or with blocks= on the "
+        "rewritten blocks too, and train through "
         f"the sharded root: parameter {path} is a DTensor, or sharded by FSDP2, whose hooks a "
         "plan does not run.\n"
         "parallelize_module comes before the plan"
@@ -360,9 +361,18 @@ def unheard_hook(tables: list[Hooked]) -> str:
 def registered_hook(tables: list[Hooked]) -> str:
     """The refusal of the first hook in these tables; empty if there is none."""
     for path, module, table, registered in tables:
+        if any(_is_of_fsdp(hook) for hook in registered.values()):
+            return (
+                f"plan with blocks=, or call fully_shard on the root alone: submodule {path} is "
+                "sharded by itself, and a plan of the whole model runs ops, not submodules"
+            )
         if registered:
             return _hook_message(path, module, table)
     return ""
+
+
+def _is_of_fsdp(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def _hook_message(path: str, module: nn.Module, table: str) -> str:

@@ -25,6 +25,7 @@ from remat.graph_capture.errors import (
     CaptureError,
     FloatInputError,
     PlanError,
+    RewriteError,
     SolverError,
     StateChangedError,
 )
@@ -351,10 +352,18 @@ def _key(batch: Any) -> Hashable:
 
 def _as_wrapped(spec: StepSpec) -> StepSpec:
     """`spec`, told of the wrapper whose forward runs: what that holds counts in the budget."""
-    # Told already, or not planned for ranks.
-    if any(spec.asked[name] for name in ("sharding", "compile", "cuda_graphs")):
+    if any(spec.asked[name] for name in ("compile", "cuda_graphs")):  # not planned for ranks
         return spec
-    sharding = sharding_around(spec.model)
+    sharding, told = sharding_around(spec.model), spec.sharding
+    if spec.asked["sharding"]:
+        if sharding.kind == told.kind and sharding.param_dtype != told.param_dtype:
+            raise RewriteError(
+                f"plan with param_dtype={sharding.param_dtype!r} in remat.Sharding, or give "
+                "fully_shard the MixedPrecisionPolicy that was told: "
+                f"{type(spec.model).__name__} is to be planned for param_dtype="
+                f"{told.param_dtype!r}"
+            )
+        return spec
     args, kwargs = before_cast(spec.args, spec.kwargs, sharding)
     return spec.replace(sharding=sharding, args=args, kwargs=kwargs)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from remat.cluster.capture.model_chain import leaf_on_meta, state_on_meta
 from remat.cluster.capture.rank_graph import SEQUENCE, Passes
 from remat.cluster.capture.watching import WAY_OUT
 from remat.graph_capture.errors import CaptureError, StateChangedError
-from remat.graph_capture.torch_private.core import OpWatcher, pytree
+from remat.graph_capture.torch_private.core import OpWatcher, compiling_and_exporting, pytree
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with, with_replaced
 
@@ -139,7 +139,7 @@ class Behind:
         given.border = border
         with given.on_meta:
             # Until `_Resumes` is called, which closes it.
-            given.on_meta.enter_context(torch.device("meta"))
+            given.on_meta.enter_context(_without_values())
             return self._shell(*self._args)
 
 
@@ -152,8 +152,15 @@ class Numbers:
         self.follow = self._before.follow
 
     def __call__(self) -> Arrival:
-        with torch.no_grad(), torch.device("meta"):
+        with torch.no_grad(), _without_values():
             return self._before(*self._args)
+
+
+@contextlib.contextmanager
+def _without_values() -> Generator[None]:
+    """On the meta device. Code that looks at values leaves that out where it is compiled."""
+    with torch.device("meta"), compiling_and_exporting(True, False):
+        yield
 
 
 def _on_meta(
@@ -240,9 +247,14 @@ class Beside:
 
     def now(self, found: Arrival | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments and keyword arguments for a microbatch."""
-        if found is None and self.numbers is not None:
-            found = self.numbers()
         leaves = list(self._given)
+        if found is None and self.numbers is not None:
+            own = self.numbers()
+            made, spec = pytree.tree_flatten((own.args_, own.kwargs))
+            if spec != self._spec:
+                raise StateChangedError(_OTHERWISE)
+            for i, (was, one) in enumerate(zip(self._made, made, strict=True)):
+                leaves[i] = one if is_number(was) else leaves[i]
         if found is not None:
             made, spec = pytree.tree_flatten((found.args_, found.kwargs))
             if spec != self._spec or any(map(_is_other, self._made, made)):
@@ -270,6 +282,11 @@ _OTHERWISE = (
     "plan with --cp 1 and --pp 1, or compute it in the blocks: forward gives its blocks a tensor "
     "that is not as it was when the model was split, and other ranks have the old one"
 )
+
+
+def is_number(leaf: object) -> bool:
+    """Whether a later stage makes it itself. Masks may be there without values alone."""
+    return not (leaf is None or isinstance(leaf, Tensor))
 
 
 def _is_other(was: object, now: object) -> bool:

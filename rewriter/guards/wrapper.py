@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from remat.formats import bytes_text
@@ -120,6 +121,15 @@ class ToldWrapper:
                 stacklevel=6,
             )
 
+    def _say_unwrapped(self) -> None:
+        names = {"fsdp2": "fully_shard", "replicate": "replicate"}
+        wrapper = names.get(self.sharding.kind, "DistributedDataParallel")
+        warnings.warn(
+            f"call {wrapper} on {self._kind} before it trains: it was planned for "
+            f"{_text(self.sharding)}, nothing wraps it, and its gradients stay on this rank",
+            stacklevel=6,
+        )
+
     @property
     def _kind(self) -> str:
         model = self.model()
@@ -134,6 +144,9 @@ class ToldWrapper:
                 "set_requires_gradient_sync(False) holds whole gradients",
             )
         if self.is_seen or (model := self.model()) is None:
+            return
+        if _is_one_of_ranks() and not any(map(has_dtensors, (model, module))):
+            self._say_unwrapped()
             return
         if self.sharding.has_buckets and any(map(sharded_state_of, (module, model))):
             self._refuse("plan with sharding=remat.Sharding('fsdp2', ...)", "fully_shard wraps it")
@@ -190,6 +203,10 @@ def _told_and_got(
         return
     told = sharding.shard_ranks if keep in (None, True) else keep
     yield "reshard_after_forward", told, False if after is None else after.shard_mesh_size
+
+
+def _is_one_of_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _has_groups_around(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> bool:

@@ -214,8 +214,8 @@ def parallelize(
 
     Each block is rewritten to the recomputation that its stage has room for; gradients are those of
     the same wrappers around eager, to the bit. All ranks of the mesh call, with the same model and
-    plan. `model` is taken over: its modules become those of the parts, and what this rank lacks is
-    freed with it.
+    plan. `model` is taken over: its modules become those of the parts, what this rank lacks is
+    freed with it, and `use_cache` of a config of transformers' is switched off.
 
     Parameters
     ----------

@@ -51,6 +51,7 @@ from remat.cluster.model_part import (
     WholeRun,
     arrival_of,
     call_like,
+    is_number,
     model_part,
 )
 from remat.cluster.plan_file import ClusterFile
@@ -141,7 +142,7 @@ class _Cutter:
     def _numbers(self, call: FirstCall) -> Numbers | None:
         """Where blocks are given more than tensors; `CaptureError` if this stage cannot make it."""
         given = [call.given.args_, call.given.kwargs]
-        if all(isinstance(leaf, Tensor | None) for leaf in pytree.tree_leaves(given)):
+        if not any(map(is_number, pytree.tree_leaves(given))):
             return None
         path, block = next(iter(self.chain.blocks.items()))
         own = self.tokens.of(self.args) if self.asked.shares_tokens else self.args
@@ -151,7 +152,7 @@ class _Cutter:
         except (RuntimeError, NotImplementedError) as error:
             raise CaptureError(f"{_OWN_NUMBERS}{path} gets some: {error}") from error
         pairs = zip(*map(pytree.tree_leaves, (given, [found.args_, found.kwargs])), strict=True)
-        if any(was != now for was, now in pairs if not isinstance(was, Tensor)):
+        if any(was != now for was, now in pairs if is_number(was)):
             raise CaptureError(f"{_OWN_NUMBERS}{path} gets others at each call")
         return numbers
 

@@ -21,7 +21,7 @@ from remat.cluster.capture.model_chain import (
     refuse_stages,
     state_on_meta,
 )
-from remat.cluster.capture.watching import watch
+from remat.cluster.capture.watching import WAY_OUT, watch
 from remat.cluster.model_part import beside_blocks
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
 from remat.graph_capture.errors import CaptureError, PlanError
@@ -57,7 +57,9 @@ def whole_chain(
     `PlanError` : the model has not the plan's blocks. `CaptureError` : it is no chain; two stages
     would share weights; or parameters lie beside the blocks in no module of their own.
     """
-    blocks = _blocks(model, plan)
+    blocks, config = _blocks(model, plan), getattr(model, "config", None)
+    if getattr(config, "use_cache", False):  # of transformers', for generation: planned without
+        config.use_cache = False
     # A forward of a copy without storage shows the chain, and takes no memory.
     meta = copy.deepcopy(model, state_on_meta(model))
     of_meta = {path: meta.get_submodule(path) for path in blocks}
@@ -69,6 +71,12 @@ def whole_chain(
     shape = _watched(chain, others, called)
     if shape.unrun:
         raise CaptureError(shape.unrun)
+    ranks = plan.parallelism.context_parallel_degree
+    if ranks > 1 and shape.unshared:
+        raise CaptureError(
+            f"{WAY_OUT}: {ranks} context parallel ranks cannot share attention that "
+            f"{shape.unshared}"
+        )
     if plan.parallelism.pipeline_parallel_degree > 1:
         refuse_stages(chain, shape)
     _refuse_loose(model, {*blocks, *others})

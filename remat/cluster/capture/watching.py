@@ -77,6 +77,9 @@ class AttentionMode(CallWatcher):
 WAY_OUT = "plan with --cp 1"
 
 
+_BESIDE_DRAWS = "is beside dropout, which would draw other numbers than on one rank (set it to 0)"
+
+
 def _why_unshared(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
     """What keeps context parallel ranks from sharing a call of attention; empty for nothing."""
     if mask is not None:
@@ -163,6 +166,8 @@ class _WatchedAttention(AttentionMode):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
         shape, is_causal = self.watcher.shape, bool(given.get("is_causal"))
+        if given.get("dropout_p"):
+            shape.unshared = shape.unshared or _BESIDE_DRAWS
         whole = 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * (
             key.shape[-2] * value.shape[-1]
         )
@@ -383,6 +388,8 @@ class _Watcher(OpWatcher):
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.shape.unshared = self.shape.unshared or _BESIDE_DRAWS
         leaves = pytree.tree_leaves((args, kwargs))
         read = [t for t in leaves if isinstance(t, Tensor)]
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
