@@ -104,8 +104,8 @@ def _require_some_mesh(job: Job, cluster: Cluster, request: ClusterRequest) -> N
             f"fix fewer choices, or choose another --batch: no mesh splits {request.gpus} GPUs "
             f"and a batch of {request.batch} x {request.seq} as asked.\n"
             "Degrees divide the GPUs, microbatches and data parallel ranks divide the batch, tp "
-            f"and cp divide the sequence, and stages are at most {job.layers} and have a "
-            "microbatch each"
+            "and cp divide the sequence (into twice as many parts where tokens go round a ring), "
+            f"and stages are at most {job.layers} and have a microbatch each"
         )
 
 

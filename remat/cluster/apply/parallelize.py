@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from remat.cluster.apply.stage_peak import peak_of_rank
 from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile, require_world
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
-from remat.graph_capture.errors import PlanError, ScheduleError
+from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import refuse_fake
@@ -177,6 +177,12 @@ class ClusterPart:
     overhead: dict[str, float]
     checks: tuple[str, ...]
     of_loss: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RewriteError(
+            "copy the modules, copy.deepcopy(part.modules): a part belongs to groups of processes, "
+            "which have no copies"
+        )
 
     def parameters(self) -> list[Tensor]:
         """Of all stages of this rank and of its loss, for an optimizer."""

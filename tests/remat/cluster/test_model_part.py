@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.model_part import Before, Behind, arrival_of, beside_blocks
+from remat.cluster.model_part import (
+    Arrival,
+    Before,
+    Behind,
+    Beside,
+    Numbers,
+    arrival_of,
+    beside_blocks,
+)
 from remat.graph_capture.errors import CaptureError
 
 
@@ -55,6 +65,41 @@ def test_both_ends_make_what_the_whole_model_makes() -> None:
     behind = Behind(model, blocks, [model.head], (ids,))
     for _ in range(2):
         assert torch.equal(behind(x), model(ids))
+
+
+class Packed(Model):
+    """As transformers' do, looks at its batch where it is not compiled; each block gets a rate."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        is_plain = torch.compiler.is_compiling() or bool((ids >= 0).all())
+        rope: Tensor = self.rope.table[: ids.shape[1]]
+        x = self.tok(ids)
+        for layer in self.layers:
+            x = layer(x, rope, scale=0.5 if is_plain else 0.0)
+        return self.head(x)
+
+
+def test_what_looks_at_values_leaves_that_out_where_there_are_none() -> None:
+    torch.manual_seed(0)
+    model, ids = Packed(), torch.randint(16, (2, 6))
+    blocks = list(model.layers)
+    given = arrival_of(Before(model, blocks[0]), model, (ids,), "layers.0")
+    numbers = Numbers(model, blocks[0], (ids,))()
+    assert numbers.kwargs == given.kwargs == {"scale": 0.5}
+    x = given.border
+    for block in blocks:
+        x = block(x, *given.args_, **given.kwargs)
+    assert torch.equal(Behind(model, blocks, [model.head], (ids,))(x), model(ids))
+    assert not torch.compiler.is_compiling()
+
+
+def test_a_mask_that_is_there_without_values_alone_is_left_out() -> None:
+    """Later stages make numbers anew; what was no tensor when blocks were planned stays none."""
+    border = torch.zeros(1)
+    planned = Arrival(border, (None, 0.5), {})
+    made = Arrival(border, (torch.ones(2, device="meta"), 0.25), {})
+    beside = Beside(planned, planned, cast("Any", lambda: made))
+    assert beside.now(None) == ((None, 0.25), {})
 
 
 def test_the_end_shares_its_own_modules_and_holds_no_others() -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from remat.cluster.capture.model_chain import ChainModel, chain_of
 from remat.cluster.capture.rank_graph import runs_split
 from remat.cluster.capture.watching import watch
 from remat.graph_capture.distributed.collectives import FakeGroups, fake_ranks
 from remat.graph_capture.errors import CaptureError
+from tests.distributed.context.models import Block, Decoder, factory_of
 from tests.remat.cluster.capture import chains
 
 
@@ -39,6 +41,21 @@ def test_a_decoder_is_a_chain_of_its_layers() -> None:
     assert shape.border.dtype == torch.bfloat16
     assert shape.has_fused_attention
     assert not shape.has_open_attention
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_attention_beside_dropout_is_not_shared(inside: bool) -> None:
+    class Dropping(Block):
+        def forward(self, x: Tensor, rotation: Any = None) -> Tensor:
+            return super().forward(x if inside else functional.dropout(x, 0.1), rotation)
+
+        def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            p = 0.1 if inside else 0.0
+            return functional.scaled_dot_product_attention(q, k, v, dropout_p=p, enable_gqa=True)
+
+    shape = watch(chain_from(factory_of(lambda: Decoder(Dropping)), batch=2))
+    assert "is beside dropout" in shape.unshared
+    assert watch(chain_from(factory_of(Decoder), batch=2)).unshared == ""
 
 
 def test_layers_are_split_as_megatron_does() -> None:
