@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def whole_chain(
     `PlanError` : the model has not the plan's blocks. `CaptureError` : it is no chain; two stages
     would share weights; or parameters lie beside the blocks in no module of their own.
     """
-    blocks, config = _blocks(model, plan), getattr(model, "config", None)
+    blocks, config = _blocks(model, plan), cast("Any", getattr(model, "config", None))
     if getattr(config, "use_cache", False):  # of transformers', for generation: planned without
         config.use_cache = False
     # A forward of a copy without storage shows the chain, and takes no memory.

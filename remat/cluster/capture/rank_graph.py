@@ -272,9 +272,8 @@ def behind_graph_on_rank(
         model.set_submodule(path, _stand_in(shape, number, tp, noted))
     _split(model, "", shape, tp, groups.group(tp))
     module = _BehindRank(model, chain.loss_fn, tp, noted)
-    module.__class__ = type(
-        type(chain.model).__name__, (_BehindRank,), {}
-    )  # errors name the user's
+    # Errors name the user's class.
+    module.__class__ = type(type(chain.model).__name__, (_BehindRank,), {})
     args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")
     return _prepared(traced, groups, links)
