@@ -129,7 +129,7 @@ class Behind:
         self, model: nn.Module, blocks: Sequence[nn.Module], of_behind: Sequence[nn.Module],
         args: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        self._given = _Resumes()
+        self._given, self.name = _Resumes(), type(model).__name__
         places = {block: Passes() for block in blocks} | {blocks[-1]: self._given}
         self._shell, self._args = _on_meta(model, places, of_behind, args)
         self.follow = _Follower(self._shell).follow

@@ -226,6 +226,8 @@ def _head_bytes(
     """Of one microbatch, loss included."""
     border = torch.zeros_like(given.border).requires_grad_()
     head = _Head(modules, run)
+    # Errors name the model's class.
+    head.__class__ = type(run.name, (_Head,), {})
     traced = trace(head, (border,), loss_fn=loss_fn, target=target, optimizer="none", split="none")
     sized = with_eager_sizes(with_own_sizes(traced.graph, traced))
     graph = planned_graph(sized, border_value(traced))
