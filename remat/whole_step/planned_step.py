@@ -170,10 +170,14 @@ _Clock = npt.NDArray[np.float64]  # the device's time before each event, and aft
 
 def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
     """By event, that before which its bytes are free: it stays while it is copied, in `room`."""
-    items, made, arrivals = residence.items, dict[str, int](), dict[str, list[int]]()
+    items, made, backs = residence.items, dict[str, int](), dict[str, list[int]]()
+    added = {op.inputs[1]: op.inputs[0] for op in residence.graph.ops if op.target == HOST_SUM}
     for k, item in enumerate(items):
         if item.kind == "arrive":
-            arrivals.setdefault(item.name, []).append(k)
+            backs.setdefault(item.name, []).append(k)
+        elif item.name in added and item.kind == "leave":
+            # The host adds it to the sum, of which the device's copy is stale from then on.
+            backs.setdefault(added[item.name], []).append(k)
         elif item.kind == "run":
             outputs = residence.ops[item.name].outputs
             made |= dict.fromkeys(residence.hosted.intersection(outputs), k)
@@ -185,9 +189,9 @@ def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes)
     ends = {k: item_at(clock, us) for (_, k), us in zip(leaves, whole_us, strict=True)}
     for k in sorted(ends):
         name = items[k].name
-        back = next((at for at in arrivals.get(name, ()) if at > k), len(items))
-        # It must be gone before it comes back. If its room is needed earlier, it is freed earlier,
-        # and the device waits for the copy.
+        back = next((at for at in backs.get(name, ()) if at > k), len(items))
+        # It must be gone before it comes back or changes. If its room is needed earlier, it is
+        # freed earlier, and the device waits for the copy.
         ends[k] = kept_to(room, k, min(max(ends[k], k), back), sizes[name])
     return ends
 
