@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -371,6 +372,14 @@ class StepTask:
         if self.host_computes:
             return config
         return msgspec.structs.replace(config, sums="device", updates="device")
+
+    def with_rooms(self, rooms: Mapping[str, int]) -> StepTask:
+        """The task with other sizes of the ``device`` or the ``host``."""
+        host_bytes = rooms.get("host", self.links.host_bytes)
+        return dataclasses.replace(
+            self, links=msgspec.structs.replace(self.links, host_bytes=host_bytes),
+            budget_bytes=rooms.get("device", self.budget_bytes),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

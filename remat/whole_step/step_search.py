@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from remat.budgets import parse_budget
+from remat.formats import budget_text
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Tier, TrainingGraph
 from remat.schedules.derived import fastest_us, in_chunks, unchunked
@@ -315,11 +317,15 @@ class StepResult:
 
 
 class _Found(NamedTuple):
-    """Of the graph in these chunks: its layers, and the outcome."""
+    """Of the graph in these chunks: its layers, and the outcome.
+
+    Without a plan, `enough` has sizes of tiers, as they are printed, with which one was found.
+    """
 
     task: StepTask
     result: StepResult
     chunks: tuple[ChunkedRegion, ...] = ()
+    enough: tuple[Short, ...] = ()
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -331,20 +337,54 @@ class _Found(NamedTuple):
         return True, short.tier == "device", short.need_bytes
 
 
+_TaskOf = Callable[[TrainingGraph], StepTask]
+_GROWTHS = (1.0, 1.0, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0)
+"""A room that is too small grows by this at least: other room, other configs, other needs."""
+
+
 def fastest_in_chunks(
-    graph: TrainingGraph, task_of: Callable[[TrainingGraph], StepTask], microbatches: int,
+    graph: TrainingGraph, task_of: _TaskOf, microbatches: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> _Found:  # fmt: skip
     """As of `plan_whole_step`, with one of the graph's regions in chunks where that is faster."""
+    best = _in_chunks(graph, task_of, microbatches, _MOST, progress)
+    if best.result.short is None:
+        return best
+    progress("looking for room that is enough")
+    return best._replace(enough=_enough(graph, task_of, microbatches, best.result.short))
+
+
+def _enough(
+    graph: TrainingGraph, task_of: _TaskOf, microbatches: int, short: Short | None
+) -> tuple[Short, ...]:
+    rooms, starts = dict[str, int](), len(orders(microbatches))  # a plan, not the fastest
+    for growth in _GROWTHS:
+        if short is None:
+            break
+        need_bytes = max(short.need_bytes, int(growth * rooms.get(short.tier, 0)))
+        rooms[short.tier] = parse_budget(budget_text(need_bytes)).size_bytes
+        found = _in_chunks(graph, lambda one: task_of(one).with_rooms(rooms), microbatches, starts)
+        if found.result.plan is not None:
+            return tuple(Short(tier, size_bytes) for tier, size_bytes in sorted(rooms.items()))
+        short = found.result.short
+    return ()
+
+
+def _in_chunks(
+    graph: TrainingGraph, task_of: _TaskOf, microbatches: int, most: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> _Found:  # fmt: skip
     task = task_of(unchunked(graph))
-    best = _Found(task, plan_whole_step(task, microbatches, progress=progress))
+    best = _Found(task, plan_whole_step(task, microbatches, most=most, progress=progress))
     saved_us = unchunked(graph).time_us - fastest_us(graph)
     bound_us = least_step_us(task, microbatches, saved_us)
     for region in graph.regions:
         for choice in region.choices:
             chunks = (ChunkedRegion(region.name, choice.chunks, choice.exact),)
             task = task_of(in_chunks(graph, chunks))
-            result = plan_whole_step(task, microbatches, known=best.result, progress=progress)
+            result = plan_whole_step(
+                task, microbatches, most=most, known=best.result, progress=progress
+            )
             if (found := _Found(task, result, chunks)).rank >= best.rank:
                 break  # more of them take longer still
             best = found
