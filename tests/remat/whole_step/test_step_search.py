@@ -89,7 +89,7 @@ def microbatch(layers: int, vocabulary: int) -> Microbatch:
 
 def any_task(draw: random.Random) -> StepTask:
     """A device of the table, with links and rooms that may be too slow and too small."""
-    step = microbatch(draw.choice((2, 3, 4)), draw.choice((96, 4000)))
+    step = microbatch(draw.choice((2, 3)), draw.choice((96, 4000)))
     device = draw.choice(list(device_table().devices))
     update = Update.on(device, draw.choice(("sgd", "adamw")), draw.choice(("float32", "parameter")))
     resting = sum(one.parameter_bytes + update.state_bytes(one) for one in step.groups)
@@ -105,9 +105,11 @@ def any_task(draw: random.Random) -> StepTask:
 @pytest.mark.parametrize("seed", range(20))
 def test_any_search_gives_a_valid_plan_or_says_what_is_too_small(seed: int) -> None:
     draw = random.Random(seed)
-    for _ in range(15):
+    for _ in range(12):
         task = any_task(draw)
-        found = plan_whole_step(task, draw.randint(1, 16), most=3)  # raises if one is invalid
+        found = plan_whole_step(
+            task, round(16 ** draw.random()), most=12
+        )  # raises if one is invalid
         if found.plan is None:
             assert found.short is not None
             rooms = {"device": task.budget_bytes, "host": task.links.host_bytes}
