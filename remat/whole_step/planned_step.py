@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -170,10 +171,14 @@ _Clock = npt.NDArray[np.float64]  # the device's time before each event, and aft
 
 def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
     """By event, that before which its bytes are free: it stays while it is copied, in `room`."""
-    items, made, arrivals = residence.items, dict[str, int](), dict[str, list[int]]()
+    items, made, backs = residence.items, dict[str, int](), dict[str, list[int]]()
+    added = {op.inputs[1]: op.inputs[0] for op in residence.graph.ops if op.target == HOST_SUM}
     for k, item in enumerate(items):
         if item.kind == "arrive":
-            arrivals.setdefault(item.name, []).append(k)
+            backs.setdefault(item.name, []).append(k)
+        elif item.name in added and item.kind == "leave":
+            # The host adds it to the sum, of which the device's copy is stale from then on.
+            backs.setdefault(added[item.name], []).append(k)
         elif item.kind == "run":
             outputs = residence.ops[item.name].outputs
             made |= dict.fromkeys(residence.hosted.intersection(outputs), k)
@@ -185,9 +190,9 @@ def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes)
     ends = {k: item_at(clock, us) for (_, k), us in zip(leaves, whole_us, strict=True)}
     for k in sorted(ends):
         name = items[k].name
-        back = next((at for at in arrivals.get(name, ()) if at > k), len(items))
-        # It must be gone before it comes back. If its room is needed earlier, it is freed earlier,
-        # and the device waits for the copy.
+        back = next((at for at in backs.get(name, ()) if at > k), len(items))
+        # It must be gone before it comes back or changes. If its room is needed earlier, it is
+        # freed earlier, and the device waits for the copy.
         ends[k] = kept_to(room, k, min(max(ends[k], k), back), sizes[name])
     return ends
 
@@ -367,6 +372,14 @@ class StepTask:
         if self.host_computes:
             return config
         return msgspec.structs.replace(config, sums="device", updates="device")
+
+    def with_rooms(self, rooms: Mapping[str, int]) -> StepTask:
+        """The task with other sizes of the ``device`` or the ``host``."""
+        host_bytes = rooms.get("host", self.links.host_bytes)
+        return dataclasses.replace(
+            self, links=msgspec.structs.replace(self.links, host_bytes=host_bytes),
+            budget_bytes=rooms.get("device", self.budget_bytes),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import msgspec
 
 from remat.budgets import parse_budget
-from remat.formats import bytes_text
+from remat.formats import budget_text, bytes_text
 from remat.graph_capture.devices.known_devices import CPU, device_table, is_in_table
 from remat.graph_capture.devices.memory import lower_tiers
 from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
@@ -137,13 +137,14 @@ class StepPlan:
     ----------
     request : what was asked for. task : layers, links and the budget in bytes.
     found : the plan, its bound, and the named systems beside it. Without a plan, `shortage` says
-        what is too small. chunks : what runs in chunks.
+        what is too small. chunks : what runs in chunks. enough : without a plan, rooms for one.
     """
 
     request: StepRequest
     task: StepTask
     found: StepResult
     chunks: tuple[ChunkedRegion, ...] = ()
+    enough: tuple[Short, ...] = ()
 
     @property
     def best(self) -> PlannedStep:
@@ -164,15 +165,19 @@ class StepPlan:
 
     @property
     def shortage(self) -> str:
-        """Where nothing fits, the tier that is too small, and what is known to do; else empty."""
+        """Where nothing fits, rooms with which a plan was found; else empty."""
         short, links = self.found.short, self.task.links
         if self.found.plan is not None or short is None:
             return ""
         rooms = {"device": self.task.budget_bytes, "host": links.host_bytes}
+        asked = [option(_OPTION_OF[one.tier], budget_text(one.need_bytes)) for one in self.enough]
+        given = [
+            f"{bytes_text(rooms[one.tier])} on the {one.tier}" for one in self.enough or [short]
+        ]
         more = " or more room on NVMe" if short.tier == "host" else ""
         return (
-            f"no plan of this step fits: {too_small_text(short)}, and {_OPTION_OF[short.tier]} "
-            f"gives {bytes_text(rooms[short.tier])}. Give that{more}"
+            f"give {' and '.join(asked) or f'the {short.tier} more'}{more}: no plan of this step "
+            f"fits {' and '.join(given)}"
         )
 
     def tokens_per_s(self, simulation: Simulation) -> float:
@@ -225,7 +230,3 @@ def planned_from(
         return StepTask(microbatch_of(one), update, links, budget_bytes)
 
     return StepPlan(request, *fastest_in_chunks(graph, task_of, request.microbatches, told))
-
-
-def too_small_text(short: Short) -> str:
-    return f"the {short.tier} needs {bytes_text(short.need_bytes)}"

@@ -15,7 +15,7 @@ from remat.formats import bytes_text, gap_text, plain_table, rows_table, time_te
 from remat.solved import budget_said
 from remat.whole_step.planned_step import PlannedStep, Short
 from remat.whole_step.step_config import NAMED_SYSTEMS, StepConfig
-from remat.whole_step.step_planning import StepPlan, too_small_text
+from remat.whole_step.step_planning import StepPlan
 
 _LINKS = {"d2h": "to the host", "h2d": "to the device", "write": "to NVMe", "read": "from NVMe"}
 
@@ -76,12 +76,16 @@ def _choices(plan: StepPlan) -> Iterator[tuple[str, str]]:
     yield "device", f"computes {busy} and waits {waits}; the host computes {on_host}"
     for name, one in found.systems.items():
         if not isinstance(one, PlannedStep):
-            why = too_small_text(one) if isinstance(one, Short) else one
+            why = _too_small_text(one) if isinstance(one, Short) else one
             yield "no plan", f"of {NAMED_SYSTEMS[name].title}: {why}"
     links, rate = plan.task.links.source or "as given", plan.task.update.host_gb_s
     modelled = f"modelled for {plan.graph.device}; links {links}; updates at {rate:g} GB/s"
     yield "costs", f"{modelled} of host memory"
     yield "status", f"{found.judged} plans judged; planned, not run"
+
+
+def _too_small_text(short: Short) -> str:
+    return f"the {short.tier} needs {bytes_text(short.need_bytes)}"
 
 
 def _saved_texts(plan: StepPlan, config: StepConfig) -> list[str]:

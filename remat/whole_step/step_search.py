@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from remat.budgets import parse_budget
+from remat.formats import budget_text
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Tier, TrainingGraph
 from remat.schedules.derived import fastest_us, in_chunks, unchunked
@@ -42,14 +44,17 @@ def _update_order(microbatch: Microbatch) -> list[int]:
     return [at for at in given if microbatch.groups[at].trained]
 
 
-def _with_state_on_nvme(microbatch: Microbatch, config: StepConfig, count: int) -> StepConfig:
-    """The config with the states of `count` groups on NVMe, the first updated or spread."""
-    movable = [at for at in _update_order(microbatch) if config.state[at] != "device"]
-    count = min(count, len(movable))
+def _with_state_on_nvme(task: StepTask, config: StepConfig, count: int) -> StepConfig:
+    """With the states of `count` groups on NVMe, or those that fit: the first updated or spread."""
+    movable = [at for at in _update_order(task.microbatch) if config.state[at] != "device"]
+    sizes = [task.update.state_bytes(task.microbatch.groups[at]) for at in movable]
     # If spread out, one state is read while the host updates others.
-    evenly = [i * len(movable) // count for i in range(count)]
-    places = evenly if config.spread else range(count)
-    below = {movable[place] for place in places}
+    ways = (
+        [i * len(movable) // n for i in range(n)] if config.spread else range(n)
+        for n in range(min(count, len(movable)), -1, -1)
+    )
+    fit = (way for way in ways if sum(sizes[k] for k in way) <= task.links.nvme_bytes)
+    below = {movable[k] for k in next(fit)}
     state: list[Tier] = [
         tier if tier == "device" else "nvme" if at in below else "host"
         for at, tier in enumerate(config.state)
@@ -83,10 +88,8 @@ def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | 
     if task.links.write is not None and usual_bytes:
         below = config.state.count("nvme")
         count = below + -(-over_bytes // usual_bytes)
-        changed = _with_state_on_nvme(microbatch, config, count)
-        groups = zip(microbatch.groups, changed.state, strict=True)
-        need_bytes = sum(task.update.state_bytes(g) for g, tier in groups if tier == "nvme")
-        if changed != config and need_bytes <= task.links.nvme_bytes:
+        changed = _with_state_on_nvme(task, config, count)
+        if changed != config:
             return changed
         if below and config.slots > 1:
             return replace(config, slots=config.slots - 1)
@@ -176,12 +179,13 @@ _PARTS = 4  # hosting goes up and down by this part of the layers
 _COUNTS = (1, 4)  # by how many groups a choice of groups grows or shrinks
 
 
-def _neighbours(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
+def _neighbours(task: StepTask, config: StepConfig) -> Iterator[StepConfig]:
+    microbatch = task.microbatch
     # Saving more comes first, since the device's time matters most.
     yield from _saving_otherwise(microbatch, config)
     yield from _hosting_otherwise(microbatch, config)
     yield from _updating_otherwise(microbatch, config)
-    yield from _resting_otherwise(microbatch, config)
+    yield from _resting_otherwise(task, config)
     yield replace(config, keeping="stream" if config.keeping == "near" else "near")
 
 
@@ -260,18 +264,18 @@ def _updating_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[
         yield replace(config, device_updates=max(config.device_updates + count, 0))
 
 
-def _resting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
+def _resting_otherwise(task: StepTask, config: StepConfig) -> Iterator[StepConfig]:
     if below := config.state.count("nvme"):
         for slots in (config.slots + 1, config.slots - 1):
             yield replace(config, slots=max(slots, 1))
         other = replace(config, spread=not config.spread)
-        yield _with_state_on_nvme(microbatch, other, below)
+        yield _with_state_on_nvme(task, other, below)
         for count in (1, 2, 4, -1, -2):
             if below + count > 0:
-                yield _with_state_on_nvme(microbatch, config, below + count)
+                yield _with_state_on_nvme(task, config, below + count)
     for count in _COUNTS:
-        yield _on_device(microbatch, config, config.state.count("device") + count)
-        yield _on_device(microbatch, config, max(config.state.count("device") - count, 0))
+        yield _on_device(task.microbatch, config, config.state.count("device") + count)
+        yield _on_device(task.microbatch, config, max(config.state.count("device") - count, 0))
 
 
 def _on_device(microbatch: Microbatch, config: StepConfig, count: int) -> StepConfig:
@@ -315,11 +319,15 @@ class StepResult:
 
 
 class _Found(NamedTuple):
-    """Of the graph in these chunks: its layers, and the outcome."""
+    """Of the graph in these chunks: its layers, and the outcome.
+
+    Without a plan, `enough` has sizes of tiers, as they are printed, with which one was found.
+    """
 
     task: StepTask
     result: StepResult
     chunks: tuple[ChunkedRegion, ...] = ()
+    enough: tuple[Short, ...] = ()
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -331,20 +339,54 @@ class _Found(NamedTuple):
         return True, short.tier == "device", short.need_bytes
 
 
+_TaskOf = Callable[[TrainingGraph], StepTask]
+_GROWTHS = (1.0, 1.0, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0)
+"""A room that is too small grows by this at least: other room, other configs, other needs."""
+
+
 def fastest_in_chunks(
-    graph: TrainingGraph, task_of: Callable[[TrainingGraph], StepTask], microbatches: int,
+    graph: TrainingGraph, task_of: _TaskOf, microbatches: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> _Found:  # fmt: skip
     """As of `plan_whole_step`, with one of the graph's regions in chunks where that is faster."""
+    best = _in_chunks(graph, task_of, microbatches, _MOST, progress)
+    if best.result.short is None:
+        return best
+    progress("looking for room that is enough")
+    return best._replace(enough=_enough(graph, task_of, microbatches, best.result.short))
+
+
+def _enough(
+    graph: TrainingGraph, task_of: _TaskOf, microbatches: int, short: Short | None
+) -> tuple[Short, ...]:
+    rooms, starts = dict[str, int](), len(orders(microbatches))  # a plan, not the fastest
+    for growth in _GROWTHS:
+        if short is None:
+            break
+        need_bytes = max(short.need_bytes, int(growth * rooms.get(short.tier, 0)))
+        rooms[short.tier] = parse_budget(budget_text(need_bytes)).size_bytes
+        found = _in_chunks(graph, lambda one: task_of(one).with_rooms(rooms), microbatches, starts)
+        if found.result.plan is not None:
+            return tuple(Short(tier, size_bytes) for tier, size_bytes in sorted(rooms.items()))
+        short = found.result.short
+    return ()
+
+
+def _in_chunks(
+    graph: TrainingGraph, task_of: _TaskOf, microbatches: int, most: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> _Found:  # fmt: skip
     task = task_of(unchunked(graph))
-    best = _Found(task, plan_whole_step(task, microbatches, progress=progress))
+    best = _Found(task, plan_whole_step(task, microbatches, most=most, progress=progress))
     saved_us = unchunked(graph).time_us - fastest_us(graph)
     bound_us = least_step_us(task, microbatches, saved_us)
     for region in graph.regions:
         for choice in region.choices:
             chunks = (ChunkedRegion(region.name, choice.chunks, choice.exact),)
             task = task_of(in_chunks(graph, chunks))
-            result = plan_whole_step(task, microbatches, known=best.result, progress=progress)
+            result = plan_whole_step(
+                task, microbatches, most=most, known=best.result, progress=progress
+            )
             if (found := _Found(task, result, chunks)).rank >= best.rank:
                 break  # more of them take longer still
             best = found
@@ -470,7 +512,7 @@ class _StepSearch:
         changed: StepConfig | None = now
         while changed is not None and self.judged < self.most:
             # Take the first improvement, since each trial is a simulation.
-            others = _neighbours(self.task.microbatch, now)
+            others = _neighbours(self.task, now)
             changed = next((one for one in others if self.offer(one) < time_us), None)
             if changed is not None:
                 now, time_us = self.became[changed], self.times_us[changed]

@@ -17,10 +17,10 @@ SIZES = {
 }  # fmt: skip
 
 
-def small_llama() -> dict[str, Any]:
-    """The model of the example, its batch and its loss."""
+def small_llama(**sizes: int) -> dict[str, Any]:
+    """The model of the example, its batch and its loss; `sizes` beside `SIZES`."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SIZES.items():
+        for name, value in (SIZES | sizes).items():
             patch.setenv(f"LLAMA_{name}", str(value))
         return runpy.run_path(str(ROOT / "examples" / "llama.py"))["factory"]()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 from typing import Any
@@ -64,15 +63,10 @@ def drawn(task: StepTask, seed: int) -> StepConfig:
 
 def tightest(task: StepTask, config: StepConfig) -> PlannedStep:
     """The config at the least budget that it fits, where all copies are crowded."""
-    found: Any = planned_step(with_budget(task, 1), config, "drawn")
-    found = planned_step(with_budget(task, found.need_bytes), config, "drawn")
+    found: Any = planned_step(task.with_rooms({"device": 1}), config, "drawn")
+    found = planned_step(task.with_rooms({"device": found.need_bytes}), config, "drawn")
     assert isinstance(found, PlannedStep)
     return found
-
-
-def with_budget(task: StepTask, budget_bytes: int) -> StepTask:
-    """The task with another budget."""
-    return dataclasses.replace(task, budget_bytes=budget_bytes)
 
 
 @pytest.mark.parametrize("name", ["chain", "gpt"])

@@ -66,7 +66,7 @@ def test_a_gpt_with_dropout_trains_as_in_eager(count: int, tier: str, folder: Pa
 def test_a_head_in_chunks_fits_where_whole_it_does_not(count: int) -> None:
     training = gpt(count, words=2_000)
     asked: dict[str, Any] = {"budget": 1_850_000, "host": "64MiB"}
-    with pytest.raises(BudgetError, match="no plan of this step fits: the device needs"):
+    with pytest.raises(BudgetError, match=r"give budget=.*: no plan of this step fits"):
         training.planned(**asked, split="none")
     step = training.planned(**asked, split="exact")
     assert any("in_pieces" in op.name for op in step.graph.ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -55,9 +56,9 @@ def test_a_whole_step_is_planned_and_judged() -> None:
          "'50%' only makes sense without microbatches"),
         ({"microbatches": 2, "device": "rtx4090", "host": "ten"}, BudgetError, "host 'ten'"),
         ({"microbatches": 2, "device": "rtx4090", "host": "1GiB", "budget": "16KiB"}, BudgetError,
-         r"no plan of this step fits: the device needs [\d.]+ KiB, and budget gives 16.0 KiB"),
+         r"give budget='[\d.]+KiB': no plan of this step fits 16.0 KiB on the device"),
         ({"microbatches": 2, "device": "rtx4090", "host": "1KiB", "budget": "150KiB"}, BudgetError,
-         r"no plan of this step fits: the host needs [\d.]+ KiB, and host gives 1.0 KiB"),
+         r"give host='[\d.]+KiB' or more room on NVMe: no plan of this step fits 1.0 KiB on the h"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused(
@@ -66,6 +67,23 @@ def test_what_cannot_be_planned_is_refused(
     with pytest.raises(kind, match=says) as refused:
         planned(chain(), **changed)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "rooms",
+    [
+        {"budget": "16KiB", "host": "1GiB"},
+        {"budget": 123_457, "host": "1KiB"},
+        {"budget": "16KiB", "host": 150_000, "nvme": "/mnt/nvme:1GiB"},
+    ],
+)
+def test_the_rooms_that_a_refusal_names_are_enough(rooms: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {"device": "rtx4090", "microbatches": 4}
+    with pytest.raises(BudgetError) as refused:
+        planned(chain(), **asked, **rooms)
+    named = dict(re.findall(r"(budget|host)='(\S+)'", str(refused.value)))
+    assert named
+    assert isinstance(planned(chain(), **asked, **rooms | named), StepPlan)
 
 
 def test_an_optimizer_that_is_not_known_is_refused() -> None:

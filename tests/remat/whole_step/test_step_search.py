@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import random
+
 import msgspec
 import pytest
 
+from remat.graph_capture.devices.known_devices import device_table
 from remat.graph_capture.errors import SolverError
-from remat.whole_step.planned_step import PlannedStep, Short
+from remat.graph_capture.graph import Link, Links
+from remat.schedules.simulate import simulate
+from remat.whole_step.layers import microbatch_of
+from remat.whole_step.microbatch import Microbatch, Update
+from remat.whole_step.planned_step import PlannedStep, Short, StepTask
 from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig
 from remat.whole_step.step_search import least_step_us, orders, plan_whole_step
 from tests.remat.whole_step.hand_steps import layered, task_of
+from tests.remat.whole_step.llama import captured, small_llama
 
 FOUR = layered(4)
 TIGHT = task_of(FOUR, budget_bytes=800, bytes_per_us=20.0)
@@ -70,6 +79,45 @@ def test_a_tier_that_is_too_small_is_named_with_what_does(tier: str, given: int)
     assert short.tier == tier
     assert short.need_bytes > given
     assert isinstance(found_with(short.need_bytes), PlannedStep)
+
+
+@functools.cache
+def microbatch(layers: int, vocabulary: int) -> Microbatch:
+    """Of a Llama whose head may be far larger than its layers."""
+    return microbatch_of(captured(**small_llama(LAYERS=layers, VOCAB=vocabulary)))
+
+
+def any_task(draw: random.Random) -> StepTask:
+    """A device of the table, with links and rooms that may be too slow and too small."""
+    step = microbatch(draw.choice((2, 3)), draw.choice((96, 4000)))
+    device = draw.choice(list(device_table().devices))
+    update = Update.on(device, draw.choice(("sgd", "adamw")), draw.choice(("float32", "parameter")))
+    resting = sum(one.parameter_bytes + update.state_bytes(one) for one in step.groups)
+    device_bytes, host_bytes, nvme_bytes = (
+        int(resting * 10 ** draw.uniform(-1, 0.7)) for _ in range(3)
+    )
+    link, disk = (Link(10 ** draw.uniform(1, 5), draw.choice((0.0, 4.0))) for _ in range(2))
+    way = disk if draw.random() < 0.5 else None
+    below = Links(link, link, host_bytes, way, way, nvme_bytes if way else 0)
+    return StepTask(step, update, below, device_bytes, host_computes=draw.random() < 0.8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_search_gives_a_valid_plan_or_says_what_is_too_small(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(12):
+        task = any_task(draw)
+        found = plan_whole_step(
+            task, round(16 ** draw.random()), most=12
+        )  # raises if one is invalid
+        if found.plan is None:
+            assert found.short is not None
+            rooms = {"device": task.budget_bytes, "host": task.links.host_bytes}
+            assert found.short.need_bytes > rooms[found.short.tier]
+        else:
+            assert simulate(found.plan.graph, found.plan.schedule) == found.plan.simulation
+            assert found.plan.simulation.peak_bytes <= task.budget_bytes
+            assert found.plan.simulation.host_peak_bytes <= task.links.host_bytes
 
 
 def test_orders_are_ways_to_cut_the_microbatches() -> None:
