@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.graph_capture.distributed.sharded_step import COMMUNICATION
+from remat.graph_capture.distributed.sharded_step import COMMUNICATION, placed
 from remat.graph_capture.eager_step import with_ops_replaced
 from remat.graph_capture.errors import ScheduleError, option
 from remat.graph_capture.graph import Choice, Op, TrainingGraph, cached_on
@@ -116,6 +116,11 @@ def before_sharding(schedule: Schedule, sharded: TrainingGraph, own: TrainingGra
     names = [{one.name for one in (*graph.ops, *graph.values)} for graph in (sharded, own)]
     if not (added := names[0] - names[1]):
         return schedule
+    places, following = {"": ""}, ""  # of chunks, which may stand before communication
+    for op in reversed(sharded.ops):
+        following = following if op.name in added else op.name
+        places[op.name] = following
+    own = msgspec.structs.replace(own, regions=placed(own.regions, places))
     # Communication comes before forward, between the phases and last, so the rest keeps its order.
     steps = [step for step in schedule.steps if _subject(step) not in added]
     # The wrapper frees gradients once it has reduced them.

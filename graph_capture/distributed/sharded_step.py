@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -26,7 +26,7 @@ from remat.graph_capture.distributed.sharding import (
     with_units,
     wrapped_groups,
 )
-from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
+from remat.graph_capture.graph import Op, Phase, Region, TrainingGraph, Value
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 
 # When a wrapper communicates is fixed, so each communication is an op, pinned where it stands, and
@@ -91,6 +91,31 @@ def _with_copies(
 _Kept = Literal["whole", "part", "none"]  # left of gathered parameters; part: over fewer ranks
 
 
+def _beside_communication(regions: Sequence[Region], ops: Sequence[Op]) -> tuple[Region, ...]:
+    """Chunks that precede an op stand before what is gathered for it, and before what follows the
+    whole model's forward or backward: else they would run without buffers that are still there."""
+    places, first = dict[str, str](), ""
+    for op in ops:
+        is_after = op.target in BEHIND_BLOCK and not op.module
+        if is_after or (op.target in BEFORE_BLOCK and op.module):
+            first = first or op.name
+        else:
+            places[op.name], first = first or op.name, ""
+    places[""] = first
+    return placed(regions, places)
+
+
+def placed(regions: Sequence[Region], places: Mapping[str, str]) -> tuple[Region, ...]:
+    """The regions with their chunks before other ops than now."""
+    return tuple(
+        replace(region, choices=tuple(
+            replace(one, ops=tuple((places[name], op) for name, op in one.ops))
+            for one in region.choices
+        ))
+        for region in regions
+    )  # fmt: skip
+
+
 class _FsdpStep:
     def __init__(
         self, graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding, *, is_updated: bool
@@ -114,6 +139,7 @@ class _FsdpStep:
         return replace(
             self.given, ops=ops, values=(*self.given.values, *self.values),
             outputs=(*kept, *self.lasting), notes=(*self.given.notes, UNTIMED),
+            regions=_beside_communication(self.given.regions, ops),
         )  # fmt: skip
 
     def _kept(self, group: ParameterGroup) -> _Kept:
@@ -180,11 +206,12 @@ class _FsdpStep:
         phase = "forward" if self._kept(group) == "whole" else "backward"
         freed = (f"unsharded_{phase}_{group.path}", *reduced)
         # Parameters go back to shards, and the last buffer goes, before this one's is made.
-        yield self._op(RESHARD, "backward", group.path, freed)
-        if not group.gradients:
+        # It reads the gradients, as none can be made again from parameters that are gone.
+        names = tuple(value.name for value in group.gradients)  # one buffer, then a sum over ranks
+        yield self._op(RESHARD, "backward", group.path, (*freed, *names))
+        if not names:
             return
         input_bytes, held_bytes = group.reduced_bytes(self.sharding)
-        names = tuple(value.name for value in group.gradients)  # one buffer, then a sum over ranks
         made, beside_bytes = self._reduced(group, input_bytes, held_bytes)
         if not self.sharding.gradient_sync:
             most_bytes = input_bytes + beside_bytes + sum(value.size_bytes for value in made)

@@ -6,7 +6,9 @@ The model's own code runs around the blocks. So the head returns logits that are
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import EllipsisType
 from typing import Any, ClassVar
 
 import msgspec
@@ -14,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from remat.graph_capture.chunking.regions import requested_regions
+from remat.graph_capture.chunking.head import PRODUCTS
+from remat.graph_capture.chunking.regions import requested_heads
 from remat.graph_capture.errors import CaptureError, RewriteError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.torch_private.core import empty_like_of
+from remat.graph_capture.torch_private.core import empty_like_of, pytree
 from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.trace import trace
@@ -26,6 +29,8 @@ from remat.schedules.schedule import ChunkedRegion
 from remat.solver.policies.template import StoreAll
 from remat.solver.reductions.chunked_regions import named
 
+_PRODUCTS = tuple(map(str, PRODUCTS))
+_LOSS = inspect.signature(functional.cross_entropy)
 _Call = tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]]
 # What a model does to logits before their loss, besides computing: other code waits for none.
 _SHAPED = {
@@ -34,12 +39,17 @@ _SHAPED = {
 }  # fmt: skip
 _ASKED = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.stride}
 _FACTS = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_leaf"}
+# What those calls may be given: values whose `repr` tells them apart.
+_PLAIN = (
+    int, str, slice, torch.Size, torch.dtype, torch.device, torch.memory_format, EllipsisType,
+    type(None),
+)  # fmt: skip
 
 
 class HeadPlan(msgspec.Struct, frozen=True):
-    """The module of the head, by path, and in how many chunks it runs with its loss."""
+    """The modules of heads, by path, and in how many chunks each runs with its loss."""
 
-    path: str
+    paths: tuple[str, ...]
     chunks: int
     exact: bool
 
@@ -47,15 +57,18 @@ class HeadPlan(msgspec.Struct, frozen=True):
 def head_of(graph: TrainingGraph, chosen: ChunkedRegion, model: nn.Module) -> HeadPlan:
     """`CaptureError` for a head that is no plain `nn.Linear` of its own."""
     region = next(one for one in graph.regions if one.name == chosen.region)
-    of_forward = (graph.ops[graph.op_index[name]] for name in region.ops)
-    path = next(op.module for op in of_forward if op.phase == "forward" and op.module)
-    head = model.get_submodule(path)
-    if type(head).forward is not nn.Linear.forward:
-        raise CaptureError(
-            f"make the head an nn.Linear, or leave out {option('split', 'exact')}: {path} is a "
-            f"{type(head).__name__}, and beside blocks only a linear layer runs in chunks"
-        )
-    return HeadPlan(path, chosen.chunks, chosen.exact)
+    of_region = (graph.ops[graph.op_index[name]] for name in region.ops)
+    products = (op for op in of_region if op.phase == "forward" and op.target in _PRODUCTS)
+    paths = tuple(dict.fromkeys(op.module for op in products))
+    for path in paths:
+        head = model.get_submodule(path)
+        if type(head).forward is not nn.Linear.forward:
+            raise CaptureError(
+                f"make the head an nn.Linear, or leave out {option('split', 'exact')}: "
+                f"{path or 'the model'} is a {type(head).__name__}, and beside blocks only a "
+                "linear layer runs in chunks"
+            )
+    return HeadPlan(paths, chosen.chunks, chosen.exact)
 
 
 class _HeadAndLoss(nn.Module):
@@ -66,18 +79,20 @@ class _HeadAndLoss(nn.Module):
         self.calls, self.how = calls, how
 
     def forward(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
-    ) -> Tensor:
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+        class_weight: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         logits = functional.linear(hidden, weight, bias)
         for function, args, kwargs in self.calls:
             logits = function(logits, *args, **dict(kwargs))
-        return functional.cross_entropy(logits, target, **dict(self.how))
+        return functional.cross_entropy(logits, target, class_weight, **dict(self.how))
 
 
 class _WaitingHead(nn.Linear):
     """Shares all with the user's head, through one dict."""
 
     _remat_head: ClassVar[HeadPlan]
+    _remat_path: ClassVar[str]
     _remat_steps: ClassVar[dict[Any, nn.Module]]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -86,20 +101,23 @@ class _WaitingHead(nn.Linear):
         whole = torch.empty(*input.shape[:-1], self.out_features, dtype=input.dtype, device="meta")
         return _WaitingLogits.of(whole, self, input, ())
 
-    def loss(self, hidden: Tensor, calls: tuple[_Call, ...], target: Tensor, **how: Any) -> Tensor:
+    def loss(
+        self, hidden: Tensor, calls: tuple[_Call, ...], target: Tensor,
+        weight: Tensor | None = None, **how: Any,
+    ) -> Tensor:  # fmt: skip
         if not self.weight.untyped_storage().nbytes():
             raise RewriteError(
-                f"shard the head with the whole model, and not {self._remat_head.path} by itself: "
+                f"shard the head with the whole model, and not {self._remat_path} by itself: "
                 "its parameters are gone when its loss is computed, with which it runs in chunks"
             )
         given = tuple(sorted(how.items()))
         bias: Any = self.bias  # which may be None
-        args = hidden, self.weight, bias, target
+        args = hidden, self.weight, bias, target, weight
         facts = [None if one is None else tensor_facts(one) for one in args]
-        key = calls, given, tuple(facts)
+        key = repr(calls), given, tuple(facts)  # slices have no hash before Python 3.12
         if (step := self._remat_steps.get(key)) is None:
             with torch.enable_grad():
-                step = _in_chunks(_HeadAndLoss(calls, given), args, self._remat_head)
+                step = _in_chunks(_HeadAndLoss(calls, given), args, self)
             self._remat_steps[key] = step
         return step(*args)
 
@@ -130,12 +148,12 @@ class _WaitingLogits(Tensor):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if func in _ASKED or (func.__name__ == "__get__" and name in _FACTS):
             return super().__torch_function__(func, types, args, kwargs)
-        if func is functional.cross_entropy and isinstance(waits, _WaitingLogits):
-            given = dict(zip(("target", "weight"), args[1:], strict=False)) | kwargs
-            if given.pop("weight", None) is None:
-                return waits._head.loss(waits._hidden, waits._calls, **given)
-        others = [*args[1:], *kwargs.values()]
-        if func in _SHAPED and not any(isinstance(one, Tensor) for one in others):
+        if func is functional.cross_entropy:
+            given = _LOSS.bind(*args, **kwargs).arguments
+            if isinstance(logits := given.pop("input"), _WaitingLogits):
+                return logits._head.loss(logits._hidden, logits._calls, **given)
+        given = pytree.tree_leaves((args[1:], kwargs))
+        if func in _SHAPED and args and all(isinstance(one, _PLAIN) for one in given):
             return waits._after(func, args[1:], kwargs)
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
@@ -144,7 +162,7 @@ class _WaitingLogits(Tensor):
         found = [
             one for one in (*args, *(kwargs or {}).values()) if isinstance(one, _WaitingLogits)
         ]
-        path = found[0]._head._remat_head.path if found else "a head"
+        path = found[0]._head._remat_path if found else "a head"
         raise RewriteError(
             f"leave out {option('split', 'exact')}, or take F.cross_entropy of the logits and read "
             f"nothing else of them: {func.__name__} reads the logits of {path}, which runs in "
@@ -160,22 +178,23 @@ class _WaitingLogits(Tensor):
         return _WaitingLogits.of(whole, self._head, self._hidden, (*self._calls, call))
 
 
-def with_loss_in_chunks(head: nn.Module, plan: HeadPlan) -> nn.Module:
+def with_loss_in_chunks(head: nn.Module, path: str, plan: HeadPlan) -> nn.Module:
     """The head, whose logits wait for their loss while it trains."""
-    own = {"_remat_head": plan, "_remat_steps": {}}
+    own = {"_remat_head": plan, "_remat_path": path, "_remat_steps": {}}
     made = object.__new__(type(type(head).__name__, (_WaitingHead, type(head)), own))
     made.__dict__ = head.__dict__
     return made
 
 
-def _in_chunks(both: _HeadAndLoss, args: tuple[Any, ...], plan: HeadPlan) -> nn.Module:
+def _in_chunks(both: _HeadAndLoss, args: tuple[Any, ...], head: _WaitingHead) -> nn.Module:
+    plan = head._remat_head
     split: Split = "exact" if plan.exact else "tolerance"
     traced = trace(both, args, split=split)
-    heads = [one for one in requested_regions(traced) if one.kinds == ("head",)]
+    heads = requested_heads(traced)
     if not heads:
         raise RewriteError(
-            f"leave out {option('split', split)}: the loss of {plan.path} is computed otherwise "
-            "than when it was planned, and cannot run in chunks"
+            f"leave out {option('split', split)}: the loss of {head._remat_path} is computed "
+            "otherwise than when it was planned, and cannot run in chunks"
         )
     heads[0].set_chunks(plan.chunks)
     chosen = (ChunkedRegion(heads[0].name, plan.chunks, plan.exact),)

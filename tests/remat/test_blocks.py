@@ -221,7 +221,7 @@ def test_a_head_runs_in_chunks_beside_blocks() -> None:
     fast, batch = with_words(model)
     plan = planned_blocks(fast)
     assert plan.head is not None
-    assert (plan.head.path, plan.head.exact) == ("head", True)
+    assert (plan.head.paths, plan.head.exact) == (("head",), True)
     found = remat.check(model, fast, batch, steps=1)
     assert found.differences == ()
     assert found.plan_peak_bytes == pytest.approx(plan.result.peak_bytes, rel=0.001)
