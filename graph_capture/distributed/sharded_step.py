@@ -219,8 +219,10 @@ class _FsdpStep:
             return
         (buffer,) = self._buffer_of(group)
         yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
+        # A loop of torch's `foreach_reduce` ends with a name for the last gradient, which holds it.
+        held = names[-1:] if self.sharding.shard_ranks > 1 else ()
         into_shards = self._op(
-            REDUCE, "backward", group.path, self._buffer_of(group), *made,
+            REDUCE, "backward", group.path, (buffer, *held), *made,
             workspace_bytes=beside_bytes,
         )  # fmt: skip
         yield into_shards

@@ -23,6 +23,7 @@ from remat.graph_capture.errors import (
 from remat.rewriter.user_module.module import RematModule
 from tests.block_models import (
     ROWS,
+    WIDTH,
     Beside,
     InPart,
     LooksAtTracing,
@@ -228,6 +229,45 @@ def test_a_head_runs_in_chunks_beside_blocks() -> None:
     assert found.plan_peak_bytes < 0.4 * found.baseline_peak_bytes
     fast.eval()
     assert torch.equal(fast(*batch), copy.deepcopy(model).eval()(*batch))
+
+
+class Shifted(Words):
+    """As language models of public libraries take their loss, with weights of classes."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        logits, weight = self.logits(x)[:-1].float(), torch.linspace(0.5, 1.5, 4096)
+        return functional.cross_entropy(logits, target[1:], weight, None, 7)
+
+
+class TwoHeads(Words):
+    """Two losses of one step, as where several tokens are predicted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = nn.Linear(WIDTH, 4096)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        loss = functional.cross_entropy(self.head(x), target)
+        return loss + 0.5 * functional.cross_entropy(self.after(x), target.roll(1))
+
+
+@pytest.mark.parametrize(("make", "paths"), [(Shifted, ("head",)), (TwoHeads, ("head", "after"))])
+def test_other_heads_run_in_chunks_beside_blocks(
+    make: Callable[[], Words], paths: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    fast, batch = with_words(model)
+    plan = planned_blocks(fast)
+    assert plan.head is not None
+    assert plan.head.paths == paths
+    batch[1][::5] = 7  # which `Shifted` ignores
+    fast(*batch)  # the first call compiles the head with its loss
+    found = remat.check(model, fast, batch, steps=1)
+    assert found.differences == ()
+    assert found.plan_peak_bytes == pytest.approx(plan.result.peak_bytes, rel=0.01)
 
 
 class Scaled(Words):

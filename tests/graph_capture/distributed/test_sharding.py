@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import remat
 from remat.budgets import unmodified
@@ -13,7 +14,9 @@ from remat.graph_capture.distributed.sharding import UNTIMED, Sharding, element_
 from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing.trace import trace
-from tests.block_models import ROWS, WIDTH, Stack, rows
+from remat.schedules.derived import in_chunks
+from remat.schedules.schedule import ChunkedRegion
+from tests.block_models import ROWS, WIDTH, Stack, Words, rows
 
 BATCH_BYTES = 4 * ROWS * WIDTH
 
@@ -252,3 +255,19 @@ def test_summed_gradients_are_in_no_output_of_the_step() -> None:
     made = {v.name for v in graph.values if v.kind == "gradient"}
     assert not made & {*graph.outputs}
     assert "remat.reduce_scatter" in targets(graph, "layers.0")
+
+
+def test_a_head_in_chunks_runs_while_the_buffers_of_its_step_are_there() -> None:
+    """Forward's gathered buffer goes, and parameters go back to shards, once it has run."""
+    words = torch.randint(4096, (ROWS,))
+    asked: dict[str, Any] = {"sharding": Sharding("fsdp2", 2), "split": "exact"}
+    graph = remat.capture(Words(), (rows(), words), **asked)
+    region = next(one for one in graph.regions if one.kinds == ("head",))
+    chosen = (ChunkedRegion(region.name, region.choices[0].chunks, exact=True),)
+    ops = in_chunks(graph, chosen).ops
+    forward, backward = (i for i, op in enumerate(ops) if op.target == RESHARD)
+    ours = [i for i, op in enumerate(ops) if "linear_cross_entropy" in op.target]
+    assert ours[0] < forward < ours[-1] < backward
+    gradients = next(op for op in ops if op.target == COPY_IN).inputs
+    assert set(gradients) <= set(ops[backward].inputs)
+    assert next(op for op in ops if op.target == REDUCE).inputs[-1] == gradients[-1]
