@@ -225,6 +225,8 @@ def _head_bytes(
 ) -> BlockBytes:  # fmt: skip
     """Of one microbatch, loss included."""
     border = torch.zeros_like(given.border).requires_grad_()
+    if isinstance(loss_fn, OwnLoss):  # a module's parameters are then seen
+        loss_fn, target = loss_fn.loss_fn, loss_fn.part.of(target)
     head = _Head(modules, run)
     # Errors name the model's class.
     head.__class__ = type(run.name, (_Head,), {})
