@@ -316,9 +316,10 @@ def _rewritten(
             replaced[block] = rewritten.block(path, schedule)
         else:
             replaced[block] = rewritten.over(path, [one[path] for one in plan.members], family)
-    for path in plan.head.paths if plan.head else ():
-        head = model.get_submodule(path)
-        replaced[head] = with_loss_in_chunks(head, path, plan.head)
+    if plan.head is not None:
+        for path in plan.head.paths:
+            head = model.get_submodule(path)
+            replaced[head] = with_loss_in_chunks(head, path, plan.head)
     return with_replaced(model, replaced)
 
 
