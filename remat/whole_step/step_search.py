@@ -349,7 +349,7 @@ def fastest_in_chunks(
     progress: Callable[[str], None] = lambda _: None,
 ) -> _Found:  # fmt: skip
     """As of `plan_whole_step`, with one of the graph's regions in chunks where that is faster."""
-    best = _in_chunks(graph, task_of, microbatches, _MOST, progress)
+    best = _searched(graph, task_of, microbatches, _MOST, progress)
     if best.result.short is None:
         return best
     progress("looking for room that is enough")
@@ -365,14 +365,14 @@ def _enough(
             break
         need_bytes = max(short.need_bytes, int(growth * rooms.get(short.tier, 0)))
         rooms[short.tier] = parse_budget(budget_text(need_bytes)).size_bytes
-        found = _in_chunks(graph, lambda one: task_of(one).with_rooms(rooms), microbatches, starts)
+        found = _searched(graph, lambda one: task_of(one).with_rooms(rooms), microbatches, starts)
         if found.result.plan is not None:
             return tuple(Short(tier, size_bytes) for tier, size_bytes in sorted(rooms.items()))
         short = found.result.short
     return ()
 
 
-def _in_chunks(
+def _searched(
     graph: TrainingGraph, task_of: _TaskOf, microbatches: int, most: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> _Found:  # fmt: skip
