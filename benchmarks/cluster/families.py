@@ -28,6 +28,16 @@ def _factory(kind: str, head: str = "AutoModelForCausalLM", **sizes: Any) -> Cal
     return factory
 
 
+def mixtral_8x7b_lora(batch: int = 1, seq: int = 2048) -> Any:
+    """Frozen, with adapters at queries and values."""
+    import peft
+
+    model, args, kwargs = mixtral_8x7b(batch, seq)
+    with torch.device("meta"):
+        adapters = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"])
+        return peft.get_peft_model(model, adapters), args, kwargs
+
+
 def _opt(layers: int, width: int, heads: int) -> Callable[..., Any]:
     return _factory(
         "opt", hidden_size=width, word_embed_proj_dim=width, ffn_dim=4 * width,
@@ -38,7 +48,7 @@ def _opt(layers: int, width: int, heads: int) -> Callable[..., Any]:
 opt_1b, opt_3b, opt_7b, opt_13b = (
     _opt(24, 2048, 16), _opt(32, 2560, 20), _opt(32, 4096, 32), _opt(40, 5120, 40)
 )  # fmt: skip
-llama3_8b = _factory(
+hf_llama3_8b = _factory(
     "llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8,
 )  # fmt: skip
@@ -53,6 +63,11 @@ gemma3_12b = _factory(
 )  # fmt: skip
 gpt2_xl = _factory("gpt2", n_layer=48, n_embd=1600, n_head=25, n_positions=2048)
 mixtral_8x7b = _factory("mixtral")
+qwen2_moe_a2_7b = _factory(
+    "qwen2_moe", num_hidden_layers=24, hidden_size=2048, num_attention_heads=16,
+    num_key_value_heads=16, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+    num_experts=60, num_experts_per_tok=4, vocab_size=151936,
+)  # fmt: skip
 qwen3_30b_a3b = _factory(
     "qwen3_moe", vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
     num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,

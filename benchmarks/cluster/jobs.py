@@ -77,11 +77,12 @@ def _interleaved(
     return MeshSpec(tp, cp, pp, microbatch, virtual_stages, schedule="Interleaved1F1B")
 
 
-def _titan(gpus: int, step_s: float, models: str = MODELS, name: str = "llama3-8b") -> PublishedJob:
+def _titan(gpus: int, step_s: float, name: str = "llama3-8b") -> PublishedJob:
     """Eager, without float8. Its card is of the table; the MFU that it states is of another one."""
     return PublishedJob(
-        f"{name}-{gpus}", "llama3_8b", gpus, 2 * gpus, 8192, "h100-hbm2e", MeshSpec(1, 1, 1, 2),
-        TITAN, step_s, budget="80GiB", again=HALF_AGAIN, models=models,
+        f"{name}-{gpus}", name.replace("-", "_"), gpus, 2 * gpus, 8192, "h100-hbm2e",
+        MeshSpec(1, 1, 1, 2), TITAN, step_s, budget="80GiB", again=HALF_AGAIN,
+        models=FAMILIES if name.startswith("hf") else MODELS,
     )  # fmt: skip
 
 
@@ -93,9 +94,11 @@ def _mosaic(size: str, gpus: int, microbatch: int, batch: int, tokens_per_s: int
     )  # fmt: skip
 
 
-def _unpublished(model: str, seq: int, microbatch: int, each: int) -> Iterator[PublishedJob]:
-    """On 8 and 64 GPUs, with `each` sequences for a GPU."""
-    for gpus in (8, 64):
+def _unpublished(
+    model: str, seq: int, microbatch: int, each: int, on: tuple[int, ...] = (8, 64)
+) -> Iterator[PublishedJob]:
+    """With `each` sequences for a GPU."""
+    for gpus in on:
         name = f"{model.replace('_', '-')}-{gpus}"
         mesh = MeshSpec(1, 1, 1, microbatch)
         yield PublishedJob(
@@ -121,17 +124,20 @@ JOBS = (
         "llama3-405b", "llama3_405b", 8192, 2048, 8192, "h100", _interleaved(8, 1, 16, 1), LLAMA,
         None, 0.43,
     ),
-    _titan(8, 2.844, FAMILIES, "hf-llama3-8b"),
+    _titan(8, 2.844, "hf-llama3-8b"),
     _mosaic("1b", 8, 14, 112, 363645),
     _mosaic("3b", 64, 6, 1152, 1441663),
     _mosaic("7b", 8, 6, 48, 85144),
     _mosaic("13b", 8, 2, 16, 38336),
     _mosaic("13b", 64, 2, 128, 307209),
 )  # fmt: skip
+# AdamW's states of Mixtral 8x7B and of Qwen3-30B-A3B are too large for 8 GPUs.
 UNPUBLISHED = tuple(chain.from_iterable((
-    _unpublished("qwen3_8b", 4096, 1, 4), _unpublished("gemma3_12b", 4096, 1, 4),
-    _unpublished("gpt2_xl", 1024, 4, 8), _unpublished("mixtral_8x7b", 4096, 1, 2),
-    _unpublished("qwen3_30b_a3b", 4096, 1, 2), _unpublished("vit_huge", 1, 8, 32),
+    _unpublished("hf_llama3_8b", 8192, 2, 2, (64,)), _unpublished("qwen3_8b", 4096, 1, 4),
+    _unpublished("gemma3_12b", 4096, 1, 4), _unpublished("gpt2_xl", 1024, 4, 8),
+    _unpublished("mixtral_8x7b", 4096, 1, 2, (64,)),
+    _unpublished("mixtral_8x7b_lora", 4096, 2, 2), _unpublished("qwen2_moe_a2_7b", 4096, 2, 2),
+    _unpublished("qwen3_30b_a3b", 4096, 1, 2, (64,)), _unpublished("vit_huge", 1, 8, 32),
     _unpublished("bert_large", 512, 8, 32), _unpublished("t5_3b", 512, 4, 8),
     _unpublished("bart_large", 1024, 4, 8),
 )))  # fmt: skip

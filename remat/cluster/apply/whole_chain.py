@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from remat.cluster.capture.model_chain import (
     ChainModel,
     ChainShape,
+    keep_no_cache,
     leaf_on_meta,
     refuse_stages,
     state_on_meta,
@@ -57,9 +58,8 @@ def whole_chain(
     `PlanError` : the model has not the plan's blocks. `CaptureError` : it is no chain; two stages
     would share weights; or parameters lie beside the blocks in no module of their own.
     """
-    blocks, config = _blocks(model, plan), cast("Any", getattr(model, "config", None))
-    if getattr(config, "use_cache", False):  # of transformers', for generation: planned without
-        config.use_cache = False
+    blocks = _blocks(model, plan)
+    keep_no_cache(model)
     # A forward of a copy without storage shows the chain, and takes no memory.
     meta = copy.deepcopy(model, state_on_meta(model))
     of_meta = {path: meta.get_submodule(path) for path in blocks}

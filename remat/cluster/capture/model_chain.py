@@ -8,7 +8,6 @@ And what one forward of it shows (`watching.py`): border, split layers, operatio
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -159,13 +158,19 @@ def chain_of(
         lists = _lists_of_blocks(model)
         chosen = lists if is_whole else [max(lists, key=_elements_of)]
         blocks = {path: block for one in chosen for path, block in one.items()}
-    given = dict(kwargs or {})
-    if "use_cache" in inspect.signature(model.forward).parameters:  # of transformers'
-        given.setdefault("use_cache", False)  # a cache is for generation, and blocks would fill it
+    keep_no_cache(model)
     # As mixed precision casts what the model is given.
-    args, given = pytree.tree_map(_in_bfloat16, (args, given))
+    args, given = pytree.tree_map(_in_bfloat16, (args, dict(kwargs or {})))
     on_meta = pytree.tree_map(leaf_on_meta, (args, given, target))
     return ChainModel(model, blocks, on_meta[0], on_meta[1], loss_fn, on_meta[2])
+
+
+def keep_no_cache(model: nn.Module) -> None:
+    """Switch off `use_cache` of configs of transformers': it is for generation."""
+    for module in model.modules():  # what wraps a model, as peft does, takes its config or none
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def tied_weights(chain: ChainModel, shape: ChainShape) -> tuple[str, ...]:

@@ -407,6 +407,8 @@ class _Watcher(OpWatcher):
             self.split.update((id(t), t) for t in made)
         if any(id(t) in self.trained for t in read):
             self.trained.update((id(t), t) for t in made if t.is_floating_point())
+        if said == "aten.detach.default" and not read[0].is_floating_point():
+            return  # of integers it does nothing, and torch itself calls it in some blocks only
         told = [
             f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
             for leaf in leaves

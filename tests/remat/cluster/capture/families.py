@@ -50,6 +50,18 @@ gemma3_text = _transformers(
     layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 )  # fmt: skip
 qwen3_moe = _transformers("qwen3_moe", **_SMALL, **_KV, **_EXPERTS, mlp_only_layers=[0])
+qwen3_moe_alike = _transformers("qwen3_moe", **_SMALL, **_KV, **_EXPERTS)
+
+
+def qwen3_adapted(batch: int = 1, seq: int = 32) -> Any:
+    """Inside of what peft wraps around a model, whose forward names no cache."""
+    import peft
+
+    model, args, kwargs = qwen3_moe_alike(batch, seq)
+    with torch.device("meta"):
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])), args, kwargs
+
+
 vit = _transformers("vit", **_SMALL, image_size=32, patch_size=8)
 bert = _transformers("bert", **_SMALL)
 t5 = _transformers(
