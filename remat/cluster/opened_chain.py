@@ -191,7 +191,7 @@ def _context_degrees(shape: ChainShape, asked: MeshSpec) -> tuple[int, ...]:
 # numbers, the split, the device, the links, and the versions of torch and remat.
 
 
-_SCHEMA = 6  # of the files; those of another one are not read
+_SCHEMA = 7  # of the files; those of another one are not read
 _FILES = CacheFiles("parts of clusters", "each plan captures them anew", "cluster", most_files=4096)
 
 
@@ -302,6 +302,7 @@ class KeptParts:
 
     def _captured(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> _KeptPart:
         chain, shape = self.chains.at(microbatch, self.job.seq // cp)
+        self._require_batch(shape, cp, microbatch)
         device, links = self.cluster.device, self.cluster.links
         if place in self.job.block_positions:
             kind = self.job.block_positions.index(place)
@@ -312,6 +313,16 @@ class KeptParts:
         if place == "first":
             return _KeptPart(before_graph_on_rank(chain, self.groups, device, links))
         return _KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
+
+    def _require_batch(self, shape: ChainShape, cp: int, microbatch: int) -> None:
+        """A step is priced by what its factory makes of `batch`."""
+        of_one = self.chains.at(1, self.job.seq // cp)[1].blocks[0][1].read.numel()
+        found = shape.blocks[0][1].read.numel()
+        if found != microbatch * of_one:
+            raise FactoryError(
+                f"build as many sequences as batch says in {self.chains.source}: its blocks read "
+                f"{of_one:,} numbers at batch=1 and {found:,} at batch={microbatch}"
+            )
 
     def _name(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> str:
         # The ops at microbatch 1 stand for all; the microbatch is named beside them.

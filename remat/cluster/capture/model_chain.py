@@ -8,6 +8,7 @@ And what one forward of it shows (`watching.py`): border, split layers, operatio
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -158,9 +159,12 @@ def chain_of(
         lists = _lists_of_blocks(model)
         chosen = lists if is_whole else [max(lists, key=_elements_of)]
         blocks = {path: block for one in chosen for path, block in one.items()}
+    given = dict(kwargs or {})
     keep_no_cache(model)
+    if "use_cache" in inspect.signature(model.forward).parameters:  # whatever its default is
+        given.setdefault("use_cache", False)
     # As mixed precision casts what the model is given.
-    args, given = pytree.tree_map(_in_bfloat16, (args, dict(kwargs or {})))
+    args, given = pytree.tree_map(_in_bfloat16, (args, given))
     on_meta = pytree.tree_map(leaf_on_meta, (args, given, target))
     return ChainModel(model, blocks, on_meta[0], on_meta[1], loss_fn, on_meta[2])
 

@@ -238,6 +238,15 @@ class _NotedPart:
     products_flops: int = 0
     attention_flops: int = 0
     hash: Any = field(default_factory=hashlib.sha256)
+    # Held, so that no other tensor gets the id of one.
+    numbers: dict[int, tuple[int, Tensor]] = field(default_factory=dict[int, tuple[int, Tensor]])
+
+    def said(self, leaf: Any) -> str:
+        """Of a tensor also which one it is, by when it was first seen here."""
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        number, _ = self.numbers.setdefault(id(leaf), (len(self.numbers), leaf))
+        return f"{leaf.dtype}{tuple(leaf.shape)} of {number}"
 
 
 class _Watcher(OpWatcher):
@@ -409,10 +418,9 @@ class _Watcher(OpWatcher):
             self.trained.update((id(t), t) for t in made if t.is_floating_point())
         if said == "aten.detach.default" and not read[0].is_floating_point():
             return  # of integers it does nothing, and torch itself calls it in some blocks only
-        told = [
-            f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-            for leaf in leaves
-        ]
+        told = [self.now.said(leaf) for leaf in leaves]
+        for tensor in made:  # in the order in which they are made
+            self.now.said(tensor)
         self.hash.update(f"{self.place} {said} {told}\n".encode())
         # A rate of dropout or a scale costs the same whatever it is.
         alike = [one for one, leaf in zip(told, leaves, strict=True) if type(leaf) is not float]

@@ -11,7 +11,7 @@ from remat.cluster.opened_chain import Chains, job_of
 from remat.cluster.plan_file import read_cluster_plan
 from remat.cluster.planning import ClusterOutcome, plan_cluster
 from remat.graph_capture.distributed.collectives import fake_ranks
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, RematError
 
 FAMILIES = "tests.remat.cluster.capture.families"
 
@@ -110,6 +110,11 @@ def test_parameters_on_the_root_and_tuples_are_planned() -> None:
     assert "is given others than block layers.0" in found.job.unrun
 
 
+def test_blocks_of_the_same_operations_on_other_tensors_are_of_two_kinds() -> None:
+    found = planned("rewired", seq=8)
+    assert found.job.kinds == (0, 0, 1)
+
+
 def test_tied_weights_count_once_without_stages() -> None:
     with fake_ranks() as groups:
         request = ClusterRequest(8, 16, 8, asked=MeshSpec(tp=1, cp=1))
@@ -124,9 +129,10 @@ def test_tied_weights_count_once_without_stages() -> None:
     [
         ("frozen", "let some parameter train: none of Model requires a gradient"),
         ("looks_at_values", r"let forward and the loss run once on the meta device.*families.py:"),
+        ("one_sequence", "as batch says in .*: its blocks read 128 numbers at batch=1 and 128 at"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_line(name: str, said: str) -> None:
-    with pytest.raises(CaptureError, match=said) as found:
-        planned(name, seq=8)
+    with pytest.raises(RematError, match=said) as found:
+        planned(name, seq=8, microbatch=2)
     assert "\n" not in str(found.value)
