@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from remat.cluster.capture.known_values import on_meta
 from remat.cluster.capture.model_chain import leaf_on_meta, state_on_meta
 from remat.cluster.capture.rank_graph import SEQUENCE, Passes
 from remat.cluster.capture.watching import WAY_OUT
 from remat.graph_capture.errors import CaptureError, StateChangedError
-from remat.graph_capture.torch_private.core import OpWatcher, compiling_and_exporting, pytree
+from remat.graph_capture.torch_private.core import OpWatcher, pytree
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with, with_replaced
 
@@ -127,11 +128,12 @@ class Behind:
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], of_behind: Sequence[nn.Module],
-        args: tuple[Any, ...],
+        args: tuple[Any, ...], *, looks_at_data: bool = False,
     ) -> None:  # fmt: skip
         self._given, self.name = _Resumes(), type(model).__name__
+        self._looks_at_data = looks_at_data
         places = {block: Passes() for block in blocks} | {blocks[-1]: self._given}
-        self._shell, self._args = _on_meta(model, places, of_behind, args)
+        self._shell, self._args = _copied_on_meta(model, places, of_behind, args)
         self.follow = _Follower(self._shell).follow
 
     def __call__(self, border: Tensor) -> Any:
@@ -139,31 +141,28 @@ class Behind:
         given.border = border
         with given.on_meta:
             # Until `_Resumes` is called, which closes it.
-            given.on_meta.enter_context(_without_values())
+            given.on_meta.enter_context(on_meta(self._looks_at_data))
             return self._shell(*self._args)
 
 
 class Numbers:
     """What a later stage's blocks are given beside tensors, which are on the meta device here."""
 
-    def __init__(self, model: nn.Module, first_block: nn.Module, args: tuple[Any, ...]) -> None:
-        shell, self._args = _on_meta(model, {first_block: _Leaves()}, (), args)
+    def __init__(
+        self, model: nn.Module, first_block: nn.Module, args: tuple[Any, ...], *,
+        looks_at_data: bool = False,
+    ) -> None:  # fmt: skip
+        self._looks_at_data = looks_at_data
+        shell, self._args = _copied_on_meta(model, {first_block: _Leaves()}, (), args)
         self._before = Before(shell, nn.Identity())
         self.follow = self._before.follow
 
     def __call__(self) -> Arrival:
-        with torch.no_grad(), _without_values():
+        with torch.no_grad(), on_meta(self._looks_at_data):
             return self._before(*self._args)
 
 
-@contextlib.contextmanager
-def _without_values() -> Generator[None]:
-    """On the meta device. Code that looks at values leaves that out where it is compiled."""
-    with torch.device("meta"), compiling_and_exporting(True, False):
-        yield
-
-
-def _on_meta(
+def _copied_on_meta(
     model: nn.Module, places: Mapping[nn.Module, nn.Module], kept: Sequence[nn.Module],
     args: tuple[Any, ...],
 ) -> tuple[nn.Module, tuple[Any, ...]]:  # fmt: skip

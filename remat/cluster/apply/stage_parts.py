@@ -74,7 +74,10 @@ class _Cutter:
         self.before = Before(chain.model, blocks[0])
         if not asked.is_whole:
             own = self.tokens.of(args) if asked.shares_tokens else args
-            self.behind = Behind(chain.model, blocks, list(chain.behind.values()), own)
+            self.behind = Behind(
+                chain.model, blocks, list(chain.behind.values()), own,
+                looks_at_data=chain.looks_at_data,
+            )  # fmt: skip
 
     def arrival(self) -> FirstCall:
         """What the first block is called with; `PlanError` where its border is not as planned."""
@@ -146,7 +149,8 @@ class _Cutter:
             return None
         path, block = next(iter(self.chain.blocks.items()))
         own = self.tokens.of(self.args) if self.asked.shares_tokens else self.args
-        numbers = Numbers(self.chain.model, block, own)
+        looks = self.chain.looks_at_data
+        numbers = Numbers(self.chain.model, block, own, looks_at_data=looks)
         try:
             found = numbers()
         except (RuntimeError, NotImplementedError) as error:

@@ -39,7 +39,8 @@ def layers_of_stages(plan: ClusterFile) -> list[tuple[str, ...]]:
 class WholeChain:
     """A model whose forward is a chain; `before` and `behind` are the modules beside its blocks.
 
-    `of_loss` : parameters that the loss reads beside the model's.
+    `of_loss` : parameters that the loss reads beside the model's. `looks_at_data` : forward cannot
+    run on the meta device but as code that is compiled.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class WholeChain:
     before: dict[str, nn.Module]
     behind: dict[str, nn.Module]
     of_loss: dict[str, Tensor]
+    looks_at_data: bool
 
 
 def whole_chain(
@@ -83,7 +85,7 @@ def whole_chain(
     own = beside_blocks(model, list(blocks))
     behind = {path: module for path, module in own.items() if path in called}
     before = {path: module for path, module in own.items() if path not in called}
-    return WholeChain(model, blocks, before, behind, loss.named())
+    return WholeChain(model, blocks, before, behind, loss.named(), shape.looks_at_data)
 
 
 class _WatchedLoss(CallWatcher):
@@ -125,6 +127,10 @@ def _watched(chain: ChainModel, others: dict[str, nn.Module], called: list[str])
     """What forward shows; `called` gets the modules that it runs behind the last block alone."""
     arrived, before = list[bool](), set[str]()
 
+    def begin(*_: Any) -> None:
+        for one in (arrived, before, called):
+            one.clear()  # forward may be run once more
+
     def note(path: str, *_: Any) -> None:
         if not arrived:
             before.add(path)
@@ -134,6 +140,7 @@ def _watched(chain: ChainModel, others: dict[str, nn.Module], called: list[str])
 
     last = chain.blocks[chain.last_path]
     with ExitStack() as hooks:
+        hooks.enter_context(chain.model.register_forward_pre_hook(begin))
         hooks.enter_context(last.register_forward_hook(lambda *_: arrived.append(True)))
         for path, module in others.items():
             # A container such as a `ModuleList` is not called itself.

@@ -135,6 +135,7 @@ class ChainShape:
     unstaged: str = ""
     unrun: str = ""
     digest: str = ""
+    looks_at_data: bool = False
 
 
 def chain_of(

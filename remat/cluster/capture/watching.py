@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from remat.cluster.capture.known_values import on_meta
 from remat.cluster.capture.model_chain import (
     BlockShape,
     ChainModel,
@@ -44,7 +45,6 @@ from remat.graph_capture.torch_private.core import (
     CallWatcher,
     OpWatcher,
     all_to_all_autograd,
-    compiling_and_exporting,
     pytree,
 )
 from remat.graph_capture.tracing.step_module import apply_loss
@@ -188,29 +188,31 @@ _NO_CHAIN = "so the model is not a chain of blocks, which a cluster's plan needs
 _OTHER_BLOCKS = "name other blocks with --blocks, or plan one rank with remat run --sharding"
 
 
-def watch(chain: ChainModel) -> ChainShape:
+def watch(chain: ChainModel, *, looks_at_data: bool = False) -> ChainShape:
     """What one forward of the chain shows; `CaptureError` where it is none."""
-    watcher = _Watcher(chain)
-    with ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
-        for handle in _hooks(watcher, chain):
-            hooks.enter_context(handle)
-        # Meta tensors have no values: code that looks at them leaves that out where it is compiled.
-        with compiling_and_exporting(True, False), _WatchedAttention(watcher), watcher:
-            _run_once(chain)
-    return watcher.found()
-
-
-def _run_once(chain: ChainModel) -> None:
     try:
-        apply_loss(chain.loss_fn, chain.model(*chain.args, **chain.kwargs), chain.target)
+        return _watched(chain, looks_at_data)
     except RematError:
         raise
     except Exception as error:
+        if not looks_at_data:  # whatever a model makes of a look at values that are not there
+            return watch(chain, looks_at_data=True)
         raise CaptureError(
             "let forward and the loss run once on the meta device, whose tensors have no values, "
             f"or plan one rank with remat run --sharding: {_kind(error)} "
             f"({source_of_error(error.__traceback__)}): {str(error).partition(chr(10))[0]}"
         ) from error
+
+
+def _watched(chain: ChainModel, looks_at_data: bool) -> ChainShape:
+    watcher = _Watcher(chain)
+    with ExitStack() as hooks, torch.no_grad(), on_meta(looks_at_data):
+        for handle in _hooks(watcher, chain):
+            hooks.enter_context(handle)
+        with _WatchedAttention(watcher), watcher:
+            apply_loss(chain.loss_fn, chain.model(*chain.args, **chain.kwargs), chain.target)
+    watcher.shape.looks_at_data = looks_at_data
+    return watcher.found()
 
 
 def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:

@@ -84,12 +84,13 @@ def test_what_looks_at_values_leaves_that_out_where_there_are_none() -> None:
     model, ids = Packed(), torch.randint(16, (2, 6))
     blocks = list(model.layers)
     given = arrival_of(Before(model, blocks[0]), model, (ids,), "layers.0")
-    numbers = Numbers(model, blocks[0], (ids,))()
+    numbers = Numbers(model, blocks[0], (ids,), looks_at_data=True)()
     assert numbers.kwargs == given.kwargs == {"scale": 0.5}
     x = given.border
     for block in blocks:
         x = block(x, *given.args_, **given.kwargs)
-    assert torch.equal(Behind(model, blocks, [model.head], (ids,))(x), model(ids))
+    behind = Behind(model, blocks, [model.head], (ids,), looks_at_data=True)
+    assert torch.equal(behind(x), model(ids))
     assert not torch.compiler.is_compiling()
 
 
