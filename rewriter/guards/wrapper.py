@@ -152,7 +152,9 @@ class ToldWrapper:
             )
         if self.is_seen or (model := self.model()) is None:
             return
-        if _is_one_of_ranks() and not any(map(has_dtensors, (model, module))):
+        # Parameters that a wrapper has gathered are no DTensors while forward runs.
+        is_wrapped = any(has_dtensors(one) or sharded_state_of(one) for one in (model, module))
+        if _is_one_of_ranks() and not is_wrapped:
             self._say_unwrapped()
             return
         if self.sharding.has_buckets and any(map(sharded_state_of, (module, model))):

@@ -59,7 +59,7 @@ REFUSED = {
         "SignatureError",
         r"(?s)under torch\.autocast, or plan model\.to\(torch\.bfloat16",
     ),
-    "sharded_inside": ("StateChangedError", r"hook on submodule up \(FSDPLinear\)"),
+    "sharded_inside": ("StateChangedError", r"submodule up is sharded by itself"),
 }
 
 
