@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.graph_capture.distributed.sharded_step import COMMUNICATION, placed
+from remat.graph_capture.distributed.sharded_step import COMMUNICATION, beside_communication
 from remat.graph_capture.eager_step import with_ops_replaced
 from remat.graph_capture.errors import ScheduleError, option
 from remat.graph_capture.graph import Choice, Op, TrainingGraph, cached_on
@@ -100,10 +100,11 @@ def choice_of(graph: TrainingGraph, wanted: ChunkedRegion) -> Choice:
 
 def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> TrainingGraph:
     replaced = [region for region in graph.regions if region.name in choices]
+    places = beside_communication(graph.ops)
     return with_ops_replaced(
         graph,
         (name for region in replaced for name in region.ops),
-        (one for region in replaced for one in choices[region.name].ops),
+        ((places.get(at, at), op) for one in replaced for at, op in choices[one.name].ops),
         (value for one in choices.values() for value in one.values),
     )
 
@@ -116,11 +117,6 @@ def before_sharding(schedule: Schedule, sharded: TrainingGraph, own: TrainingGra
     names = [{one.name for one in (*graph.ops, *graph.values)} for graph in (sharded, own)]
     if not (added := names[0] - names[1]):
         return schedule
-    places, following = {"": ""}, ""  # of chunks, which may stand before communication
-    for op in reversed(sharded.ops):
-        following = following if op.name in added else op.name
-        places[op.name] = following
-    own = msgspec.structs.replace(own, regions=placed(own.regions, places))
     # Communication comes before forward, between the phases and last, so the rest keeps its order.
     steps = [step for step in schedule.steps if _subject(step) not in added]
     # The wrapper frees gradients once it has reduced them.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.memory_events import measure_live
+from remat.rewriter.user_module.ranged import RangedModule
+from remat.schedules.family import resized_schedule
+from remat.schedules.simulate import simulate
 
 
 def step_of(module: nn.Module, batch: tuple[Tensor, ...], before: list[Tensor]) -> list[Tensor]:
@@ -37,3 +41,32 @@ def most_live_bytes(module: nn.Module, batch: tuple[Tensor, ...]) -> int:
 
     run()
     return max(measure_live(run)[1])
+
+
+def require_as_planned(
+    model: nn.Module, module: RangedModule, batch: tuple[Tensor, ...], **sizes: int
+) -> None:
+    """Eager's bits at these sizes, within the budget, at the peak that was predicted."""
+    graph, family = module.ranged_graph, module.family
+    assert graph is not None
+    assert same_bits(model, module, batch), sizes
+    at = graph.at(**sizes)
+    predicted = simulate(at, resized_schedule(family.at(**sizes).schedule, at)).peak_bytes
+    measured = most_live_bytes(module, batch) + at.resident.total_bytes
+    assert measured <= family.budget_bytes, sizes
+    assert abs(predicted / measured - 1) <= 0.01, sizes
+
+
+def require_eagers_steps(
+    eager: nn.Module, model: nn.Module, module: nn.Module,
+    batch: Callable[[int, int], tuple[Tensor, ...]], lengths: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Five steps of AdamW leave `model`, which `module` trains, with the parameters of `eager`."""
+    sides = [(one, torch.optim.AdamW(one.parameters())) for one in (eager, module)]
+    for number in range(5):
+        for side, optimizer in sides:
+            torch.manual_seed(number)
+            side(*batch(lengths[number % 3], number % 3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, eager.parameters(), model.parameters()))

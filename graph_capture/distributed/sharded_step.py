@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -26,7 +26,7 @@ from remat.graph_capture.distributed.sharding import (
     with_units,
     wrapped_groups,
 )
-from remat.graph_capture.graph import Op, Phase, Region, TrainingGraph, Value
+from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 
 # When a wrapper communicates is fixed, so each communication is an op, pinned where it stands, and
@@ -91,7 +91,7 @@ def _with_copies(
 _Kept = Literal["whole", "part", "none"]  # left of gathered parameters; part: over fewer ranks
 
 
-def _beside_communication(regions: Sequence[Region], ops: Sequence[Op]) -> tuple[Region, ...]:
+def beside_communication(ops: Sequence[Op]) -> dict[str, str]:
     """Chunks that precede an op stand before what is gathered for it, and before what follows the
     whole model's forward or backward: else they would run without buffers that are still there."""
     places, first = dict[str, str](), ""
@@ -99,21 +99,9 @@ def _beside_communication(regions: Sequence[Region], ops: Sequence[Op]) -> tuple
         is_after = op.target in BEHIND_BLOCK and not op.module
         if is_after or (op.target in BEFORE_BLOCK and op.module):
             first = first or op.name
-        else:
-            places[op.name], first = first or op.name, ""
-    places[""] = first
-    return placed(regions, places)
-
-
-def placed(regions: Sequence[Region], places: Mapping[str, str]) -> tuple[Region, ...]:
-    """The regions with their chunks before other ops than now."""
-    return tuple(
-        replace(region, choices=tuple(
-            replace(one, ops=tuple((places[name], op) for name, op in one.ops))
-            for one in region.choices
-        ))
-        for region in regions
-    )  # fmt: skip
+        elif first:
+            places[op.name], first = first, ""
+    return {**places, "": first}
 
 
 class _FsdpStep:
@@ -139,7 +127,6 @@ class _FsdpStep:
         return replace(
             self.given, ops=ops, values=(*self.given.values, *self.values),
             outputs=(*kept, *self.lasting), notes=(*self.given.notes, UNTIMED),
-            regions=_beside_communication(self.given.regions, ops),
         )  # fmt: skip
 
     def _kept(self, group: ParameterGroup) -> _Kept:

@@ -55,8 +55,10 @@ class BlocksOver:
 
     def plan(self, within: Callable[[BlockPlanner], BlocksPlan]) -> BlocksPlan:
         """The plan of the largest sizes, which serves all, with those of smaller ones that are
-        faster. `within` makes the first one for the budget, or raises `BudgetError`."""
+        faster. `within` makes the first one for the budget; where nothing fits, that alone."""
         top = within(self.largest())
+        if top.result.schedule is None:
+            return top
         reach = _ReachOfPlans(self.graph, top.result.budget_bytes)
         if self.chunks:
             reach.graph_of = lambda part: self._planner(self.ranged.bounding(part)).graph

@@ -6,8 +6,9 @@ Ranks agree on a plan only where `group` is given: ranks of a pipeline must not 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -23,7 +24,6 @@ from remat.blocks.block_planner import (
 from remat.blocks.chunked_head import head_of, with_loss_in_chunks
 from remat.blocks.over_sizes import BlocksOver
 from remat.blocks.updates import UpdatesOfBlocks, name_of
-from remat.budgets import parse_budget
 from remat.checks import (
     Batch,
     Reference,
@@ -58,6 +58,7 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.trace import trace_recipe
+from remat.levers.chunks_at_need import is_enough
 from remat.levers.optimizer_in_backward import require_updates_in_backward
 from remat.progress import stopwatch_of_call
 from remat.ranges.ranged_call import costs_within, sizes_within
@@ -75,7 +76,6 @@ from remat.schedules.family import Family
 from remat.schedules.outcome import Check, Result
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.solved import Solved, family_text, infeasible_text, planned_text
-from remat.solver.stopping import DEFAULT_GAP
 from remat.step_spec import StepSpec
 
 _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictionary()
@@ -117,20 +117,21 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         def make() -> BlocksPlan:
             if spec.dynamic:
                 return make_over()
-            most_bytes = spec.parsed_budget.most_bytes(traced.whole.graph)
+            most_bytes = spec.parsed_budget.most_bytes(whole.graph)
             facts: dict[str, Any] = {"profile": known, "tiers": tiers, "most_bytes": most_bytes}
             with stages.stage("profile", "timing ops") as shown:
-                costed = add_costs(traced.whole, progress=shown, chunks=False, **facts)
-            planner = BlockPlanner(traced, unchunked(costed), _asked(spec))
+                costed = unchunked(add_costs(whole, progress=shown, chunks=False, **facts))
+            planner = BlockPlanner(traced, costed, _asked(spec))
+            budget_bytes = _budget_bytes(spec, planner.eager)
             with stages.stage("solve", f"solving for {budget}"):
-                best = _plan_within(planner, budget, may_fail=whole.recipe.split != "none")
-            is_least = parse_budget(budget).kind == "min"
-            if best.result.schedule and not is_least and best.result.overhead <= DEFAULT_GAP:
-                return best  # what chunks could win ends no search
+                best = _plan_within(planner, budget_bytes)
+            is_met = budget_bytes is not None and is_enough(best.result)
+            if is_met or whole.recipe.split == "none":
+                return _with_head(spec, traced, costed, best, budget_bytes)  # has none in chunks
             with stages.stage("profile", "timing the head in chunks") as shown:
                 costed = with_measured_chunks(whole, costed, shown, found=requested_heads(whole))
             with stages.stage("solve", f"solving for {budget}"):
-                return _with_head(spec, traced, costed, best)
+                return _with_head(spec, traced, costed, best, budget_bytes)
 
         # Others would decode a plan of ops they lack.
         ranks.require_same_step(f"{traced.whole.graph.hash} {' '.join(traced.blocks)}")
@@ -224,68 +225,63 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _plan_within(
-    planner: BlockPlanner, budget: str | SupportsIndex, *, may_fail: bool = False
-) -> BlocksPlan:
-    if parse_budget(budget).kind == "min":
-        return planner.plan(planner.least_bytes())
-    plan = planner.plan(parse_budget(budget).bytes_for(planner.eager))
-    if plan.result.schedule is None and not may_fail:
-        raise BudgetError(infeasible_text(plan.result))
-    return plan
+def _plan_within(planner: BlockPlanner, budget_bytes: int | None) -> BlocksPlan:
+    """`budget_bytes`: None for the least."""
+    return planner.plan(planner.least_bytes() if budget_bytes is None else budget_bytes)
 
 
-def _fastest_over(spec: StepSpec, traced: TracedBlocks, ranged: RangedGraph) -> BlocksPlan:
-    """Over a range, the plan that is the fastest at the largest sizes: whole, or with the head and
-    its loss in chunks."""
-    budget, lost = parse_budget(spec.budget), list[BudgetError]()
-    is_least = budget.kind == "min"
-    found: list[BlocksPlan] = []
-    over = BlocksOver(traced, ranged, _asked(spec))
-    eager = over.largest().eager
-
-    def within(planner: BlockPlanner) -> BlocksPlan:
-        plan = planner.plan(planner.least_bytes() if is_least else budget.bytes_for(eager))
-        if plan.result.schedule is None:
-            raise BudgetError(infeasible_text(plan.result))
-        return plan
-
-    for choice in (None, *ranged.choices):
-        chosen = (ChunkedRegion(choice.region, choice.chunks, choice.exact),) if choice else ()
-        try:
-            plan = over.with_head(*chosen).plan(within)
-        except BudgetError as error:
-            lost.append(error)
-            continue
-        head = head_of(ranged.top, chosen[0], spec.model) if chosen else None
-        found.append(msgspec.structs.replace(plan, head=head))
-        if not is_least and plan.result.overhead <= DEFAULT_GAP:
-            break
-    if not found:
-        raise lost[-1]
-    return min(found, key=lambda one: _rank(one.result, is_least=is_least))
+def _budget_bytes(spec: StepSpec, eager: TrainingGraph) -> int | None:
+    budget = spec.parsed_budget
+    return None if budget.kind == "min" else budget.bytes_for(eager)
 
 
-def _with_head(
-    spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph, best: BlocksPlan
-) -> BlocksPlan:
-    """The fastest plan that fits: `best`, or one with the head and its loss in chunks."""
-    is_least = parse_budget(spec.budget).kind == "min"
-    for region in costed.regions:
-        for choice in region.choices:
-            chosen = ChunkedRegion(region.name, choice.chunks, choice.exact)
-            graph = in_chunks(costed, (chosen,))
-            if not is_least and best.result.schedule and graph.time_us >= best.result.time_us:
-                continue  # its ops alone take no less
-            planner = BlockPlanner(traced, graph, _asked(spec))
-            budget_bytes = planner.least_bytes() if is_least else best.result.budget_bytes
-            plan = planner.plan(budget_bytes)
-            head = head_of(costed, chosen, spec.model)
-            plan = msgspec.structs.replace(plan, head=head, result=_bounded(plan.result, costed))
+def _fastest(
+    best: BlocksPlan, choices: Iterable[ChunkedRegion],
+    plan_in: Callable[[ChunkedRegion, Result], BlocksPlan | None], *, is_least: bool,
+) -> BlocksPlan:  # fmt: skip
+    """`best`, or a plan with the head and its loss in chunks; None: one that cannot win."""
+    for chosen in choices:
+        if (plan := plan_in(chosen, best.result)) is not None:
             best = min(best, plan, key=lambda one: _rank(one.result, is_least=is_least))
     if best.result.schedule is None:
         raise BudgetError(infeasible_text(best.result))
     return best
+
+
+def _fastest_over(spec: StepSpec, traced: TracedBlocks, ranged: RangedGraph) -> BlocksPlan:
+    """Over a range, the plan that is the fastest at the largest sizes."""
+    over = BlocksOver(traced, ranged, _asked(spec))
+    budget_bytes = _budget_bytes(spec, over.largest().eager)
+    within = partial(_plan_within, budget_bytes=budget_bytes)
+
+    def plan_in(chosen: ChunkedRegion, best: Result) -> BlocksPlan | None:
+        if budget_bytes is not None and is_enough(best):
+            return None
+        head = head_of(ranged.top, chosen, spec.model)
+        return msgspec.structs.replace(over.with_head(chosen).plan(within), head=head)
+
+    choices = (ChunkedRegion(one.region, one.chunks, one.exact) for one in ranged.choices)
+    return _fastest(over.plan(within), choices, plan_in, is_least=budget_bytes is None)
+
+
+def _with_head(
+    spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph, whole: BlocksPlan,
+    budget_bytes: int | None,
+) -> BlocksPlan:  # fmt: skip
+    def plan_in(chosen: ChunkedRegion, best: Result) -> BlocksPlan | None:
+        graph = in_chunks(costed, (chosen,))
+        if budget_bytes is not None and best.schedule and graph.time_us >= best.time_us:
+            return None  # its ops alone take no less
+        plan = _plan_within(BlockPlanner(traced, graph, _asked(spec)), budget_bytes)
+        head, result = head_of(costed, chosen, spec.model), _bounded(plan.result, costed)
+        return msgspec.structs.replace(plan, head=head, result=result)
+
+    choices = (
+        ChunkedRegion(region.name, choice.chunks, choice.exact)
+        for region in costed.regions
+        for choice in region.choices
+    )
+    return _fastest(whole, choices, plan_in, is_least=budget_bytes is None)
 
 
 def _bounded(result: Result, graph: TrainingGraph) -> Result:

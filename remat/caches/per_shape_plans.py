@@ -197,10 +197,10 @@ class PlanCache(SharedState, nn.Module):
         """A plan for the range that a batch is of; None where a plan is for one size."""
         if cls._remat_sizes is None:
             return None
-        spec = _as_wrapped(cls._remat_spec(*batch))
 
         def make(dynamic: Dynamic, *, as_far_as_fits: bool) -> RangedModule:
-            return rematerialize_over(spec.replace(dynamic=dynamic), as_far_as_fits=as_far_as_fits)
+            spec = _as_wrapped(cls._remat_spec(*batch)).replace(dynamic=dynamic)
+            return rematerialize_over(spec, as_far_as_fits=as_far_as_fits)
 
         return planned_over(cls._remat_sizes, batch, make)
 

@@ -40,6 +40,11 @@ def may_wait(traced: Trace, budget: Budget) -> bool:
     return not is_asked and not traced.recipe.is_modelled
 
 
+def is_enough(whole: Result) -> bool:
+    """Whether what chunks could win is within the gap that ends a search."""
+    return whole.schedule is not None and whole.overhead <= DEFAULT_GAP
+
+
 def solved_at_need(
     traced: Trace, graph: TrainingGraph, solve_for: _SolveFor,
     with_measured_chunks: Callable[[TrainingGraph], TrainingGraph], stages: Stopwatch,
@@ -61,7 +66,7 @@ def _may_help(
 
     if whole.schedule is None:
         return True
-    if whole.overhead <= DEFAULT_GAP:  # what chunks could win is within the gap that ends a search
+    if is_enough(whole):
         return False
     with stages.stage("solve", "looking at what could run in chunks"):
         hoped = with_optimistic_chunks(traced, graph)  # if that is no faster, measuring is in vain

@@ -35,7 +35,7 @@ from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, require_in_range
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
-from remat.levers.chunks_at_need import may_wait
+from remat.levers.chunks_at_need import is_enough, may_wait
 from remat.levers.optimizer_in_backward import release_of, updates_of
 from remat.progress import Stopwatch, stopwatch_of_call
 from remat.ranges.curve import solve_over, solve_top
@@ -49,7 +49,6 @@ from remat.schedules.derived import before_sharding
 from remat.schedules.family import Family, resized_schedule
 from remat.schedules.outcome import Result
 from remat.solved import family_text
-from remat.solver.stopping import DEFAULT_GAP
 from remat.step_spec import StepSpec
 
 
@@ -176,7 +175,7 @@ def chunked_at_need(
     if may_wait(traced, parse_budget(budget)):
         with stages.stage("solve", f"solving for {budget} at the largest sizes"):
             top = solve_top(over(graph), budget, **asked)
-        if top.schedule is not None and top.overhead <= DEFAULT_GAP:
+        if is_enough(top):
             return graph, top
     with stages.stage("profile", "timing large layers in chunks at several sizes") as shown:
         chunked = with_chunks(traced, graph, chunks_by(shown))

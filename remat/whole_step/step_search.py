@@ -378,7 +378,7 @@ def _searched(
 ) -> _Found:  # fmt: skip
     task = task_of(unchunked(graph))
     best = _Found(task, plan_whole_step(task, microbatches, most=most, progress=progress))
-    saved_us = unchunked(graph).time_us - fastest_us(graph)
+    saved_us = graph.time_us - fastest_us(graph)
     bound_us = least_step_us(task, microbatches, saved_us)
     for region in graph.regions:
         for choice in region.choices:

@@ -94,32 +94,39 @@ class ToldWrapper:
         self.is_seen = True
 
     def _require_ddp(self, ddp: Any) -> None:
-        told, text = _sharding_of_ddp(ddp), _text(_sharding_of_ddp(ddp))
-        size_bytes = sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad)
-        lower = f"or for a budget that is {bytes_text(size_bytes)} lower"
-        # Between steps gradients are None, so that no_sync() makes no views of buckets.
-        is_counted = not self.sharding.gradient_sync
-        is_counted |= self.accumulates and not self.sharding.bucket_views
+        # Each step asks: texts are made where one is said.
         if self.sharding.kind == "none":
-            self._warn(f"plan with sharding={text}, {lower}", "its buckets")
+            self._warn(ddp, "its buckets")
         elif not self.sharding.has_buckets:
-            self._refuse(f"plan with sharding={text}", "DistributedDataParallel is around it")
-        elif self.sharding.bucket_views and not told.bucket_views:
+            self._refuse(
+                f"plan with sharding={_text(_sharding_of_ddp(ddp))}",
+                "DistributedDataParallel is around it",
+            )
+        elif self.sharding.bucket_views and not ddp.gradient_as_bucket_view:
             self._refuse(
                 "pass gradient_as_bucket_view=True to DistributedDataParallel, or plan without "
                 "bucket_views=True",
                 "gradients are held beside its buckets",
             )
-        elif not (told.gradient_sync or is_counted):
-            self._warn(f"plan with sharding={text}, {lower}", "what no_sync() adds up beside them")
+        elif not (ddp.require_backward_grad_sync or self._counts_unsynced):
+            self._warn(ddp, "what no_sync() adds up beside them")
 
-    def _warn(self, remedy: str, uncounted: str) -> None:
-        if not self.is_seen:
-            warnings.warn(
-                f"{remedy}: the budget does not count {uncounted}, as DistributedDataParallel is "
-                f"around {self._kind}",
-                stacklevel=6,
-            )
+    @property
+    def _counts_unsynced(self) -> bool:
+        # Between steps gradients are None, so that no_sync() makes no views of buckets.
+        is_beside = self.accumulates and not self.sharding.bucket_views
+        return is_beside or not self.sharding.gradient_sync
+
+    def _warn(self, ddp: Any, uncounted: str) -> None:
+        if self.is_seen:
+            return
+        size_bytes = sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad)
+        warnings.warn(
+            f"plan with sharding={_text(_sharding_of_ddp(ddp))}, or for a budget that is "
+            f"{bytes_text(size_bytes)} lower: the budget does not count {uncounted}, as "
+            f"DistributedDataParallel is around {self._kind}",
+            stacklevel=6,
+        )
 
     def _say_unwrapped(self) -> None:
         names = {"fsdp2": "fully_shard", "replicate": "replicate"}
@@ -145,7 +152,9 @@ class ToldWrapper:
             )
         if self.is_seen or (model := self.model()) is None:
             return
-        if _is_one_of_ranks() and not any(map(has_dtensors, (model, module))):
+        # Parameters that a wrapper has gathered are no DTensors while forward runs.
+        is_wrapped = any(has_dtensors(one) or sharded_state_of(one) for one in (model, module))
+        if _is_one_of_ranks() and not is_wrapped:
             self._say_unwrapped()
             return
         if self.sharding.has_buckets and any(map(sharded_state_of, (module, model))):

@@ -366,3 +366,10 @@ def shell_with(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.M
         shell.__dict__[name] = module.__dict__[name].copy()
     shell.__dict__["_modules"] = children
     return shell
+
+
+def shell_running(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """A copy of a module, one deep, whose class differs in its forward alone."""
+    shell, kind = shell_with(module, dict(module._modules)), type(module)
+    shell.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return shell

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,13 @@ def refused(act: Callable[[], Any]) -> dict[str, str]:
     except RematError as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": "", "text": ""}
+
+
+def require_refused(said: Mapping[str, str], as_told: tuple[str, str]) -> None:
+    """Fail unless a rank said that it was refused with an error of a kind, whose text matches."""
+    kind, text = as_told
+    assert said["error"] == kind, said
+    assert re.search(text, said["text"]), said
 
 
 def join(timeout: timedelta | None = None) -> None:

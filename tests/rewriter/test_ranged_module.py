@@ -21,9 +21,7 @@ from remat.graph_capture.errors import (
 )
 from remat.ranks.same_order import agreed_rewrite
 from remat.rewriter.user_module.ranged import RangedModule
-from remat.schedules.family import resized_schedule
-from remat.schedules.simulate import simulate
-from tests.beside_eager import most_live_bytes, same_bits
+from tests.beside_eager import require_as_planned, same_bits
 from tests.sized_models import SIZED, Sized, gpt
 
 OF_SIZE = {"experts": "tokens", "lstm": "batch", "resnet": "batch", "u_net": "side"}
@@ -47,18 +45,6 @@ def experts() -> tuple[Sized, RangedModule]:
     return planned(QUICK, "70%")
 
 
-def require_as_planned(sized: Sized, module: RangedModule, sizes: dict[str, int]) -> None:
-    """Eager's bits at these sizes, within the budget, at the peak that was predicted."""
-    batch, graph = sized.batch(**sizes), module.ranged_graph
-    assert graph is not None
-    assert same_bits(sized.model, module, batch), sizes
-    at, member = graph.at(**sizes), module.family.at(**sizes)
-    predicted = simulate(at, resized_schedule(member.schedule, at))
-    measured = most_live_bytes(module, batch) + at.resident.total_bytes
-    assert measured <= module.family.budget_bytes, sizes
-    assert abs(predicted.peak_bytes / measured - 1) <= 0.01, sizes
-
-
 @pytest.mark.parametrize(
     "name",
     [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OF_SIZE],
@@ -68,7 +54,8 @@ def test_it_trains_as_eager_at_eight_sizes_within_the_budget(name: str) -> None:
     (symbol,) = module.family.symbols
     last = len(symbol.sizes) - 1
     for i in range(8):
-        require_as_planned(sized, module, {symbol.name: symbol.sizes[last * i // 7]})
+        sizes = {symbol.name: symbol.sizes[last * i // 7]}
+        require_as_planned(sized.model, module, sized.batch(**sizes), **sizes)
     assert len(module.family.members) > 1
 
 
@@ -79,7 +66,7 @@ def test_a_gpt_with_dropout_at_forty_random_sizes() -> None:
     drawn = random.Random(0)
     for _ in range(40):
         sizes = {"batch": drawn.randint(2, 16), "seq": drawn.randint(16, 512)}
-        require_as_planned(sized, module, sizes)
+        require_as_planned(sized.model, module, sized.batch(**sizes), **sizes)
 
 
 @pytest.mark.slow
@@ -92,7 +79,7 @@ def test_a_batch_of_one_has_a_range_of_its_own() -> None:
     )  # fmt: skip
     for length in (16, 63, 129, 400, 512):
         one = Sized(sized.model, lambda seq: sized.batch(batch=1, seq=seq), {}, [])
-        require_as_planned(one, module, {"seq": length})
+        require_as_planned(one.model, module, one.batch(seq=length), seq=length)
 
 
 def test_code_is_made_when_a_size_first_needs_it_and_then_kept() -> None:

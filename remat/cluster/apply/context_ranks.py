@@ -35,7 +35,7 @@ from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.module import in_modes
-from remat.rewriter.user_module.own_forward import shell_with
+from remat.rewriter.user_module.own_forward import shell_running
 
 # Context parallel ranks run what is outside of attention on their own tokens, which begin in the
 # middle of a sequence. That is right only if a token's result depends neither on other tokens nor
@@ -325,12 +325,8 @@ def _over(block: nn.Module, groups: Sequence[Any]) -> nn.Module:
     """A copy of a block, one deep, whose attention goes over the ranks of groups."""
     kind = type(block)
 
-    class OverRanks(kind):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with HeadsOverRanks(*groups):
-                return super().forward(*args, **kwargs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with HeadsOverRanks(*groups):
+            return kind.forward(self, *args, **kwargs)
 
-    OverRanks.__name__ = OverRanks.__qualname__ = kind.__name__
-    shell = shell_with(block, dict(block._modules))
-    shell.__class__ = OverRanks
-    return shell
+    return shell_running(block, forward)

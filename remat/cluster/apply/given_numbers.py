@@ -16,7 +16,7 @@ from torch import nn
 from remat.graph_capture.errors import FloatInputError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import Trace, trace
-from remat.rewriter.user_module.own_forward import shell_with
+from remat.rewriter.user_module.own_forward import shell_running
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -57,16 +57,12 @@ def _reading(block: nn.Module, numbers: GivenNumbers) -> nn.Module:
     """A copy of a block, one deep, whose forward reads its numbers off the module."""
     kind, names = type(block), numbers.names
 
-    class Reading(kind):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            for place, name in names.items():
-                if place < len(leaves) and leaves[place] is None:
-                    leaves[place] = getattr(self, name)
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-            return super().forward(*args, **kwargs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for place, name in names.items():
+            if place < len(leaves) and leaves[place] is None:
+                leaves[place] = getattr(self, name)
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return kind.forward(self, *args, **kwargs)
 
-    Reading.__name__ = Reading.__qualname__ = kind.__name__
-    shell = shell_with(block, dict(block._modules))
-    shell.__class__ = Reading
-    return shell
+    return shell_running(block, forward)

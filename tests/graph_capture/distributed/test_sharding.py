@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import remat
 from remat.budgets import unmodified
-from remat.graph_capture.distributed.sharded_step import COPY_IN, GATHER, REDUCE, RESHARD, UNSHARD
+from remat.graph_capture.distributed.sharded_step import (
+    COPY_IN,
+    GATHER,
+    REDUCE,
+    RESHARD,
+    UNSHARD,
+    local_step,
+)
 from remat.graph_capture.distributed.sharding import UNTIMED, Sharding, element_bytes
 from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing.trace import trace
-from remat.schedules.derived import in_chunks
+from remat.schedules.derived import in_chunks, unchunked
 from remat.schedules.schedule import ChunkedRegion
 from tests.block_models import ROWS, WIDTH, Stack, Words, rows
 
@@ -265,6 +273,10 @@ def test_a_head_in_chunks_runs_while_the_buffers_of_its_step_are_there() -> None
     region = next(one for one in graph.regions if one.kinds == ("head",))
     chosen = (ChunkedRegion(region.name, region.choices[0].chunks, exact=True),)
     ops = in_chunks(graph, chosen).ops
+    # As where chunks are timed later, once whole ops turn out not to fit.
+    alone = remat.capture(Words(), (rows(), words), split="exact")
+    later = local_step(unchunked(alone), asked["sharding"])
+    assert in_chunks(msgspec.structs.replace(later, regions=alone.regions), chosen).ops == ops
     forward, backward = (i for i, op in enumerate(ops) if op.target == RESHARD)
     ours = [i for i, op in enumerate(ops) if "linear_cross_entropy" in op.target]
     assert ours[0] < forward < ours[-1] < backward

@@ -20,9 +20,7 @@ from remat.graph_capture.errors import RewriteError, TooLargeError
 from remat.graph_capture.graph import Op
 from remat.graph_capture.sizes.ranged_chunks import ChunkPoint, RangedChoice
 from remat.rewriter.user_module.ranged import RangedModule
-from remat.schedules.family import resized_schedule
-from remat.schedules.simulate import simulate
-from tests.beside_eager import most_live_bytes, same_bits
+from tests.beside_eager import require_as_planned, require_eagers_steps, same_bits
 from tests.sized_models import Gpt
 
 WORDS, LONGEST = 2000, 128
@@ -58,38 +56,17 @@ def chunks_of(module: RangedModule) -> list[int]:
     return [chunks[0].chunks if chunks else 0 for chunks in found]
 
 
-def require_as_planned(model: nn.Module, module: RangedModule, length: int) -> None:
-    graph, family, given = module.ranged_graph, module.family, batch(length)
-    assert graph is not None
-    assert same_bits(model, module, given), length
-    at = graph.at(seq=length)
-    peak_bytes = simulate(at, resized_schedule(family.at(seq=length).schedule, at)).peak_bytes
-    measured = most_live_bytes(module, given) + at.resident.total_bytes
-    assert measured <= family.budget_bytes, length
-    assert abs(peak_bytes / measured - 1) <= 0.01, length
-
-
 def test_small_sizes_run_whole_and_large_ones_in_chunks(both: tuple[Gpt, RangedModule]) -> None:
     model, module = both
     assert chunks_of(module)[0] == 0
     assert chunks_of(module)[-1] > 0
     for length in (16, 17, 51, 80, 97, LONGEST - 1, LONGEST):
-        require_as_planned(model, module, length)
+        require_as_planned(model, module, batch(length), seq=length)
 
 
 def test_five_steps_are_those_of_eager() -> None:
     eager, model = made(), made()
-    module = planned(model)
-    sides = [(one, torch.optim.AdamW(one.parameters())) for one in (eager, module)]
-    for number in range(5):
-        length = (LONGEST, 70, 23)[number % 3]
-        for side, optimizer in sides:
-            torch.manual_seed(number)
-            side(*batch(length, number % 3)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for theirs, ours in zip(eager.parameters(), model.parameters(), strict=True):
-        assert torch.equal(theirs, ours)
+    require_eagers_steps(eager, model, planned(model), batch, (LONGEST, 70, 23))
 
 
 def test_updates_in_backward_and_accumulation_go_with_both() -> None:

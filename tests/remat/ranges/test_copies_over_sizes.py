@@ -15,7 +15,7 @@ from remat.rewriter.user_module.ranged import RangedModule
 from remat.schedules.family import resized_schedule
 from remat.schedules.simulate import simulate
 from remat.solver.reductions.sizes import Reach
-from tests.beside_eager import most_live_bytes, same_bits
+from tests.beside_eager import require_as_planned, require_eagers_steps, same_bits
 from tests.sized_models import Batch, Gpt
 
 WORDS, LONGEST = 200, 128
@@ -51,16 +51,9 @@ def both(
 
 def test_several_sizes_are_served_at_the_predicted_peaks(both: tuple[Gpt, RangedModule]) -> None:
     model, module = both
-    family, graph = module.family, module.ranged_graph
-    assert graph is not None
-    assert any(one.schedule.moves for one in family.members)
+    assert any(one.schedule.moves for one in module.family.members)
     for length in (16, 61, 90, LONGEST - 1, LONGEST):
-        given, at = batch(length), graph.at(seq=length)
-        assert same_bits(model, module, given), length
-        found = simulate(at, resized_schedule(family.at(seq=length).schedule, at))
-        measured = most_live_bytes(module, given) + at.resident.total_bytes
-        assert measured <= family.budget_bytes, length
-        assert abs(found.peak_bytes / measured - 1) <= 0.01, length
+        require_as_planned(model, module, batch(length), seq=length)
 
 
 def test_the_room_below_is_judged_at_the_largest_sizes(both: tuple[Gpt, RangedModule]) -> None:
@@ -89,17 +82,7 @@ def test_the_room_below_is_judged_at_the_largest_sizes(both: tuple[Gpt, RangedMo
 
 def test_five_steps_are_those_of_eager() -> None:
     eager, model = made(), made()
-    module = planned(model)
-    sides = [(one, torch.optim.AdamW(one.parameters())) for one in (eager, module)]
-    for number in range(5):
-        length = (LONGEST, 90, 23)[number % 3]
-        for side, optimizer in sides:
-            torch.manual_seed(number)
-            side(*batch(length, number % 3)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for theirs, ours in zip(eager.parameters(), model.parameters(), strict=True):
-        assert torch.equal(theirs, ours)
+    require_eagers_steps(eager, model, planned(model), batch, (LONGEST, 90, 23))
 
 
 def test_a_cache_copies_over_a_learned_range() -> None:
