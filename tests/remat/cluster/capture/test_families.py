@@ -63,6 +63,14 @@ def test_models_of_transformers_are_planned(name: str, kinds: list[int], unrun: 
     assert found.ranked[0].stages[0].blocks == sum(kinds)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "is_masked"), [("qwen3_moe_alike", False), ("gemma3_text", True)])
+def test_attention_is_given_a_mask_where_a_device_gives_one(name: str, is_masked: bool) -> None:
+    pytest.importorskip("transformers")  # looks whether its positions are those of one sequence
+    _, shape = Chains(f"{FAMILIES}:{name}", "").at(1, 32)
+    assert shape.unshared.startswith("has a mask") == is_masked
+
+
 def test_two_lists_of_blocks_have_no_stages() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(CaptureError, match=r"untie .*, or plan without stages with --pp 1"):
