@@ -22,7 +22,12 @@ NO_BOUND = "no bound"  # what stands for a bound and a gap where nothing is prov
 def bytes_text(size_bytes: float) -> str:
     """``329.1 MiB``, ``8.25 GiB`` from one GiB on, ``1.36 MiB``, ``64.0 KiB`` and ``36 bytes``."""
     number, unit = _scaled(size_bytes, size_bytes)
-    return f"{number} {unit}"
+    return exact_bytes_text(1) if (number, unit) == ("1", "bytes") else f"{number} {unit}"
+
+
+def exact_bytes_text(size_bytes: int) -> str:
+    """``1 byte``, ``2048 bytes``: a number that a person may have to give."""
+    return f"{size_bytes} byte{'' if size_bytes == 1 else 's'}"
 
 
 def bytes_pair(predicted: int, measured: int | None) -> str:

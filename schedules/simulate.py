@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import msgspec
 
+from remat.formats import exact_bytes_text
 from remat.graph_capture.errors import ScheduleError, option
 from remat.graph_capture.graph import (
     LINK_NAMES,
@@ -298,7 +299,7 @@ class _ScheduleReplay:
             return 0.0
         spare = self.links.room_bytes(tier) - self.bytes[tier]
         if spare < 0:
-            _refuse(i, f"the {tier} is full: {name} exceeds it by {-spare} bytes")
+            _refuse(i, f"the {tier} is full: {name} exceeds it by {exact_bytes_text(-spare)}")
         return self.clocks.room_us(tier, spare)
 
     def _remove(self, i: int, tier: Tier, name: str) -> None:

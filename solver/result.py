@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from remat.formats import bytes_text
+from remat.formats import bytes_text, exact_bytes_text
 from remat.graph_capture.devices.known_devices import has_cuda_allocator
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
@@ -48,7 +48,7 @@ def evaluate_schedule(
 
 def least_budget_message(budget_bytes: int, least_bytes: int, rest: str, *, is_proved: bool) -> str:
     proof = NONE_FITS if is_proved else "no schedule found that fits"
-    text = f"{proof} {budget_bytes} bytes; {least_bytes} {KNOWN}"
+    text = f"{proof} {exact_bytes_text(budget_bytes)}; {least_bytes} {KNOWN}"
     return f"{text}. {rest}" if rest else text
 
 

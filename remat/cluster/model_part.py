@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from remat.cluster.capture.known_values import on_meta
 from remat.cluster.capture.model_chain import leaf_on_meta, state_on_meta
-from remat.cluster.capture.rank_graph import SEQUENCE, Passes
-from remat.cluster.capture.watching import WAY_OUT
+from remat.cluster.capture.rank_graph import Passes
 from remat.graph_capture.errors import CaptureError, StateChangedError
 from remat.graph_capture.torch_private.core import OpWatcher, pytree
 from remat.graph_capture.tracing.step_module import apply_loss
@@ -389,71 +388,6 @@ def beside_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Modul
         if not (is_inside or holds or path in blocks):
             found[path] = module
     return found
-
-
-# Ranks are given whole sequences, and each takes its own tokens. What runs before the blocks runs
-# on these alone where it treats each token by itself, as an embedding does. Where it knows
-# positions it runs on all tokens, and its result is cut.
-
-
-@dataclass(frozen=True)
-class SequencePart:
-    """The `at`-th of `count` equal parts of sequences of `seq` tokens.
-
-    In a `ring` of groups, the i-th of n groups shares the i-th and the i-th last of 2n parts: then
-    causal attention is as much work on each.
-    """
-
-    seq: int
-    at: int
-    count: int
-    ring: int = 1
-
-    def of(self, batch: Any) -> Any:
-        """A batch whose tensors of [batch, seq, ...] are cut; all else is as it was."""
-        return pytree.tree_map(
-            lambda leaf: self.along(leaf, SEQUENCE) if self.counts_tokens(leaf) else leaf, batch
-        )
-
-    def along(self, tensor: Tensor, dim: int) -> Tensor:
-        # In one piece, as a whole batch is: the model's code may view it.
-        if self.ring == 1:
-            return tensor.chunk(self.count, dim)[self.at].contiguous()
-        sharing = self.count // self.ring
-        group, own = divmod(self.at, sharing)
-        parts = tensor.chunk(2 * self.ring, dim)
-        both = parts[group], parts[-1 - group]
-        return torch.cat([part.chunk(sharing, dim)[own] for part in both], dim)
-
-    def counts_tokens(self, leaf: object) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > SEQUENCE and (
-            leaf.shape[SEQUENCE] == self.seq
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OwnLoss:
-    """A loss function of the user's, of a rank's own tokens."""
-
-    part: SequencePart
-    loss_fn: Callable[..., Any]
-
-    def __call__(self, result: Any, *target: Any) -> Any:
-        return self.loss_fn(result, *self.part.of(target))
-
-
-def cut_dimension(whole: object, part: object, sequence: SequencePart, name: str) -> int | None:
-    """The dimension of an argument that counts tokens, or None; `CaptureError` if several do."""
-    if not (isinstance(whole, Tensor) and isinstance(part, Tensor)):
-        return None
-    pairs = zip(whole.shape, part.shape, strict=True) if whole.dim() == part.dim() else ()
-    found = [dim for dim, (of_all, own) in enumerate(pairs) if of_all != own]
-    if len(found) > 1 or whole.dim() != part.dim():
-        raise CaptureError(
-            f"give blocks one {name} for each token, or {WAY_OUT}: it is {list(whole.shape)} for "
-            f"{sequence.seq} tokens and {list(part.shape)} for a context parallel rank's"
-        )
-    return found[0] if found else None
 
 
 def drawn_like(tensor: Tensor, seed: int) -> Tensor:

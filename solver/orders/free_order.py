@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from remat.formats import exact_bytes_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
@@ -118,13 +119,14 @@ class _Attempts:
         )  # fmt: skip
 
     def _refusal(self, least_bytes: int) -> list[str]:
+        room = exact_bytes_text(self.budget_bytes)
         if self.is_infeasible:
-            text = f"no schedule fits {self.budget_bytes} bytes in any order of first computations"
+            text = f"no schedule fits {room} in any order of first computations"
         else:
             count = len(self.latest) - 1
             others = {0: "no better one was found", 1: "1 other was tried"}
             text = (
-                f"no schedule found that fits {self.budget_bytes} bytes in the given order of "
+                f"no schedule found that fits {room} in the given order of "
                 f"first computations; {others.get(count, f'{count} others were tried')}"
             )
         if least_bytes:

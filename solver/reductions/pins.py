@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from remat.formats import exact_bytes_text
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import KEPT, Op, TrainingGraph
 from remat.schedules.outcome import Result
@@ -265,7 +266,7 @@ class _PinnedSearch:
         if found.peak_bytes <= self.budget_bytes:
             return self._finished(result, sequence)
         text = (
-            f"no schedule found that fits {self.budget_bytes} bytes with these pins; "
+            f"no schedule found that fits {exact_bytes_text(self.budget_bytes)} with these pins; "
             f"{found.peak_bytes} {KNOWN}"
         )
         rest = _message_without_clones(lost.message)

@@ -8,25 +8,27 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from remat.graph_capture.errors import SolverError, option
+from remat.graph_capture.errors import GraphError, SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.levers import REDUCTIONS, AppliedLever, Lever, attribute_at
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
 from remat.solver.problem import can_copy
 from remat.solver.result import evaluate_schedule, with_time_limit_message
 from remat.solver.search import Clock, Listener, one_job
 from remat.solver.table import make_solver, option_names, plans_copies
 
 _Inverse = TypeVar("_Inverse")
-VARIABLE = "REMAT_CHECK"  # where it is 1, `legal_step.py` checks each lever and solver
+VARIABLE = "REMAT_CHECK"  # where it is 1, each lever and each answer is checked
+_SAME = 1e-9  # largest relative difference of two times that come from the same sum
 
 
 @dataclass(frozen=True)
@@ -186,15 +188,60 @@ def _held(
     """What `solve` answers, held to the rules where that is on."""
     if os.environ.get(VARIABLE) != "1":
         return solve(question, rest)
-    from remat.solver.reductions.legal_step import require_legal_answer, require_legal_change
 
     def asked(changed: Question) -> Result:
-        require_legal_change(question.graph, changed.graph, name)
+        for rule in _broken_by_change(question.graph, changed.graph):
+            raise GraphError(f"lever {name} broke a rule of a legal step: {rule}")
         return rest(changed)
 
     answer = solve(question, asked)
-    require_legal_answer(question.graph, question.budget_bytes, answer, name)
+    for rule in _broken_by_answer(question.graph, question.budget_bytes, answer):
+        raise SolverError(f"the answer of {name} breaks a rule: {rule}")
     return answer
+
+
+# What holds between levers: of pairs of graphs, and of answers. tinygrad runs such rules between
+# passes too (https://github.com/tinygrad/tinygrad, spec.py).
+
+
+def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[str]:
+    """Rules that a lever breaks which asks the rest of `after` in place of `before`."""
+    if before.inputs != after.inputs or before.device != after.device:
+        yield "the batch and the device stay the same"
+    # A lever may take outputs away, as updates do, never invent one.
+    if not set(after.outputs) <= set(before.outputs):
+        yield "results of the step are as asked"
+    if not set(after.forward_outputs) <= set(before.forward_outputs):
+        yield "results of forward are as asked"
+    both = set(before.ordered_ops) & set(after.ordered_ops)
+    of_both = [[op for op in one.ordered_ops if op in both] for one in (before, after)]
+    if of_both[0] != of_both[1]:
+        yield "draws and side effects keep their order"
+    held = {*before.forward_outputs, *before.outputs}  # chunks make others of the same names
+    for value in after.values:
+        if value.producer and value.name not in held:
+            continue
+        known = before.value_by_name.get(value.name)
+        if known is not None and (known.size_bytes, known.shape) != (value.size_bytes, value.shape):
+            yield f"no value of the caller changes its size, as {value.name} does"
+            return
+
+
+def _broken_by_answer(graph: TrainingGraph, budget_bytes: int, answer: Result) -> Iterator[str]:
+    if answer.schedule is None:
+        if answer.status not in ("infeasible", "none found", "time limit"):
+            yield "an answer without a schedule is infeasible, none found or cut short"
+        return
+    if answer.peak_bytes > budget_bytes:
+        yield "the peak is within the budget"
+    if answer.lower_bound_us > answer.time_us * (1 + _SAME):
+        yield "no bound is above the time"
+    if answer.status == "optimal" and (answer.gap or 0.0) > _SAME:
+        yield "an optimal answer meets its bound"
+    found = simulate(graph, answer.schedule)  # which refuses a schedule that breaks a rule
+    is_same_time = abs(found.time_us - answer.time_us) <= _SAME * max(found.time_us, 1.0)
+    if found.peak_bytes != answer.peak_bytes or not is_same_time:
+        yield "figures are the simulator's"
 
 
 @functools.cache

@@ -11,6 +11,7 @@ def test_bytes_in_the_unit_that_reads_best() -> None:
     assert formats.bytes_text(3 * 2**10) == "3.0 KiB"
     assert formats.bytes_text(90) == "0.1 KiB"
     assert formats.bytes_text(36) == "36 bytes"
+    assert formats.bytes_text(1) == formats.exact_bytes_text(1) == "1 byte"
     assert formats.bytes_text(0) == "0.0 KiB"
 
 

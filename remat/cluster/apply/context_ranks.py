@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from remat.cluster.apply.cluster_mesh import CP, DIMENSIONS, Applied
 from remat.cluster.apply.loss_over_ranks import require_summed_loss
-from remat.cluster.capture.rank_graph import SEQUENCE
-from remat.cluster.capture.watching import (
+from remat.cluster.capture.tokens_over_ranks import (
+    SEQUENCE,
     WAY_OUT,
     AttentionMode,
     HeadsOverRanks,
+    OwnLoss,
+    SequencePart,
+    cut_dimension,
     require_shared,
 )
 from remat.cluster.model_part import (
     Arrival,
     Before,
     Behind,
-    OwnLoss,
-    SequencePart,
     arrival_of,
-    cut_dimension,
     drawn_like,
 )
 from remat.graph_capture.distributed.ring_attention import HEADS, TOKENS

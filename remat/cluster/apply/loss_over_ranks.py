@@ -18,9 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from remat.cluster.capture.rank_graph import SEQUENCE
-from remat.cluster.capture.watching import WAY_OUT
-from remat.cluster.model_part import OwnLoss, SequencePart
+from remat.cluster.capture.tokens_over_ranks import SEQUENCE, WAY_OUT, OwnLoss, SequencePart
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import CallWatcher, pytree
 

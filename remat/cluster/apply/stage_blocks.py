@@ -8,6 +8,7 @@ hold all its weight gradients until it returns; so each block is rewritten by it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,6 @@ from msgspec.structs import replace
 from torch import nn
 
 from remat.checks import Batch, require_equal
-from remat.cluster.apply.given_numbers import GivenNumbers, traced_with_numbers
 from remat.cluster.capture.rank_graph import border_value, planned_graph
 from remat.cluster.model_part import Arrival, drawn_like
 from remat.cluster.parts import EqualBlocks, Limit, Part, PartOption, part_of
@@ -28,14 +28,69 @@ from remat.graph_capture.costs.op_costs import measured_workspaces
 from remat.graph_capture.costs.roofline import model_costs
 from remat.graph_capture.devices.known_devices import links_between_ranks
 from remat.graph_capture.distributed.collectives import is_collective_target
-from remat.graph_capture.errors import CaptureError, PlanError
+from remat.graph_capture.errors import CaptureError, FloatInputError, PlanError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.trace import Trace, trace
 from remat.rewriter.rewriting import module_for
+from remat.rewriter.user_module.own_forward import shell_running
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem
 from remat.solver.state import State
+
+# A model may give its blocks numbers of Python's, such as a rate that a schedule moves. A plan
+# would hold them to the values of its first batch. So a block is traced with them as attributes of
+# its own, which each step reads anew (`float_inputs`).
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _GivenNumbers:
+    """Names of attributes by the place of a number among the leaves of a block's call."""
+
+    names: Mapping[int, str]
+
+    def taken_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """A hook before forward: the module has the numbers, and the call none."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for place, name in self.names.items():
+            if place < len(leaves) and isinstance(leaves[place], float):
+                module.__dict__[name], leaves[place] = leaves[place], None
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def _traced_with_numbers(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[nn.Module, Trace, _GivenNumbers]:
+    """What was traced, without the numbers that its steps read anew."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    # Torch may run other ops for 0 than for all else.
+    places = [i for i, leaf in enumerate(leaves) if type(leaf) is float and leaf]
+    if places:
+        numbers = _GivenNumbers({place: f"given_number_{place}" for place in places})
+        one, names = _reading(block, numbers), tuple(numbers.names.values())
+        # Where one cannot be read anew, a step with another is refused.
+        with contextlib.suppress(FloatInputError):
+            call = numbers.taken_out(one, args, kwargs)
+            return one, trace(one, *call, float_inputs=names, split="none"), numbers
+    return block, trace(block, args, kwargs, split="none"), _GivenNumbers({})
+
+
+def _reading(block: nn.Module, numbers: _GivenNumbers) -> nn.Module:
+    """A copy of a block, one deep, whose forward reads its numbers off the module."""
+    kind, names = type(block), numbers.names
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for place, name in names.items():
+            if place < len(leaves) and leaves[place] is None:
+                leaves[place] = getattr(self, name)
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return kind.forward(self, *args, **kwargs)
+
+    return shell_running(block, forward)
 
 
 @dataclass(frozen=True)
@@ -47,7 +102,7 @@ class _TracedBlock:
     graph: TrainingGraph
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    numbers: GivenNumbers
+    numbers: _GivenNumbers
 
 
 @dataclass
@@ -91,7 +146,7 @@ def traced_blocks(
         is_trained = has_input_gradient or path != first_path
         args = drawn_like(given.border, 0).requires_grad_(is_trained), *given.args_
         try:
-            one, traced, numbers = traced_with_numbers(block, args, given.kwargs)
+            one, traced, numbers = _traced_with_numbers(block, args, given.kwargs)
         except CaptureError as error:
             raise CaptureError(f"block {path}: {error}").caused_by(error) from None
         # Times as planned, bytes as they are here.

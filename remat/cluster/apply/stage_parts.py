@@ -39,6 +39,7 @@ from remat.cluster.apply.stage_blocks import (
 )
 from remat.cluster.apply.whole_chain import WholeChain, materialize_modules, values_digest
 from remat.cluster.capture.rank_graph import border_value, planned_graph
+from remat.cluster.capture.tokens_over_ranks import OwnLoss
 from remat.cluster.model_part import (
     Arrival,
     Before,
@@ -46,7 +47,6 @@ from remat.cluster.model_part import (
     Beside,
     ModelPart,
     Numbers,
-    OwnLoss,
     StageRun,
     WholeRun,
     arrival_of,

@@ -22,7 +22,8 @@ from remat.cluster.capture.model_chain import (
     refuse_stages,
     state_on_meta,
 )
-from remat.cluster.capture.watching import WAY_OUT, watch
+from remat.cluster.capture.tokens_over_ranks import WAY_OUT
+from remat.cluster.capture.watching import watch
 from remat.cluster.model_part import beside_blocks
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
 from remat.graph_capture.errors import CaptureError, PlanError

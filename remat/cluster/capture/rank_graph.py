@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from remat.cluster.capture.model_chain import BlockShape, ChainModel, ChainShape, SplitRole
-from remat.cluster.capture.watching import HeadsOverRanks
+from remat.cluster.capture.tokens_over_ranks import SEQUENCE, HeadsOverRanks
 from remat.cluster.mesh import ring_ranks
 from remat.graph_capture.costs.roofline import model_costs
 from remat.graph_capture.devices.links import RankLinks
@@ -48,9 +48,6 @@ from remat.graph_capture.tracing.trace import Trace, trace
 # along it. Context parallel ranks have a part of each sequence throughout, and share the heads of
 # attention. These modules are for planning: they run where collectives do nothing, and their
 # results mean nothing.
-
-
-SEQUENCE = 1  # the dimension of a batch and a border that counts tokens, along which they are split
 
 
 class _Gathers(nn.Module):

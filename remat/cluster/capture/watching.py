@@ -14,7 +14,6 @@ One forward runs on the meta device, which computes shapes alone. It tells
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from remat.cluster.capture.known_values import on_meta
@@ -34,129 +32,19 @@ from remat.cluster.capture.model_chain import (
     SplitRole,
     block_facts,
 )
-from remat.cluster.mesh import shares_heads
+from remat.cluster.capture.tokens_over_ranks import AttentionMode, why_unshared
 from remat.cluster.parts import ChainPosition, block_position
 from remat.graph_capture.costs.cache import flops_of_call
-from remat.graph_capture.distributed.dtensors import is_distributed
-from remat.graph_capture.distributed.ring_attention import HEADS, TOKENS, ring_attention
+from remat.graph_capture.distributed.ring_attention import HEADS
 from remat.graph_capture.errors import CaptureError, RematError
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.torch_private.core import (
-    CallWatcher,
     OpWatcher,
-    all_to_all_autograd,
     pytree,
 )
 from remat.graph_capture.tracing.step_module import apply_loss
 
-_POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-
-
-class AttentionMode(CallWatcher):
-    """Has `attend` in the place of torch's fused attention; all other calls are torch's."""
-
-    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self.attend(**dict(zip(_POSITIONAL, args, strict=False)), **kwargs)
-
-    @abstractmethod
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        """What a call returns; `given` are its other arguments."""
-
-
-# Attention whose heads context parallel ranks share.
-#
-# Each rank has a part of the tokens of each sequence. Before attention ranks exchange tokens for
-# heads, and behind it they exchange them back (DeepSpeed Ulysses, Jacobs et al. 2023,
-# https://arxiv.org/abs/2309.14509). So causal attention is as much work on each rank, and a head
-# has the bits that it has on one rank alone. Where there are more ranks than heads of keys, each
-# such head goes to several ranks. More ranks than that form rings, round which tokens go.
-
-
-WAY_OUT = "plan with --cp 1"
-
-
 _BESIDE_DRAWS = "is beside dropout, which would draw other numbers than on one rank (set it to 0)"
-
-
-def _why_unshared(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
-    """What keeps context parallel ranks from sharing a call of attention; empty for nothing."""
-    if mask is not None:
-        return "has a mask, and a rank has only the mask of its own tokens"
-    if query.dim() != key.dim() or query.dim() != 4:
-        return "takes tensors other than [batch, heads, tokens, width]"
-    if is_distributed(query):
-        return "takes DTensors (use_local_output=True in tp_plan gives it plain tensors)"
-    if query.shape[TOKENS] != key.shape[TOKENS]:
-        return "has keys of other tokens than its queries"
-    return ""
-
-
-def require_shared(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) -> None:
-    why = _why_unshared(query, key, mask)
-    heads = (query.shape[HEADS], key.shape[HEADS])
-    if not why and not shares_heads(heads, 1, ranks):
-        why = f"has {heads[0]} heads of queries and {heads[1]} of keys on each rank"
-    if why:
-        raise CaptureError(
-            f"{WAY_OUT}: {ranks} context parallel ranks cannot share this attention, which {why}"
-        )
-
-
-class HeadsOverRanks(AttentionMode):
-    """Torch's fused attention over all tokens, of this rank's share of the heads.
-
-    `ring`: the ranks round which tokens go, or None. Each group of ranks that share heads has two
-    parts of a sequence then, which stand one after the other on each rank.
-    """
-
-    def __init__(self, group: Any, ring: Any = None) -> None:
-        super().__init__()
-        self.group, self.n, self.ring = group, dist.get_world_size(group), ring
-        self.parts = 1 if ring is None else 2
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        """This rank's tokens of the attention, [batch, heads, tokens, width]."""
-        require_shared(query, key, given.get("attn_mask"), self.n)
-        copies = max(self.n // key.shape[HEADS], 1)
-        if copies > 1:
-            key, value = (t.repeat_interleave(copies, HEADS) for t in (key, value))
-        query, key, value = (self._to_heads(t) for t in (query, key, value))
-        found = self._of_heads(query, key, value, given)
-        parts = found.unflatten(TOKENS, (self.parts, self.n, -1)).movedim(3, 0)
-        tokens_of_all = self._exchanged(parts).transpose(0, 1)
-        return tokens_of_all.flatten(3, 4).flatten(1, 2)
-
-    def _to_heads(self, t: Tensor) -> Tensor:
-        """From all heads of own tokens to all tokens of own heads."""
-        batch, heads, tokens, width = t.shape
-        parts = t.reshape(batch, self.n, heads // self.n, tokens, width).transpose(0, 1)
-        found = self._exchanged(parts).unflatten(3, (self.parts, -1)).movedim(0, 3)
-        return found.reshape(batch, heads // self.n, self.n * tokens, width)
-
-    def _of_heads(self, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> Tensor:
-        if self.ring is None:
-            return nn.functional.scaled_dot_product_attention(query, key, value, **given)
-        if given.get("dropout_p"):
-            raise CaptureError(
-                f"set dropout of attention to 0, or {WAY_OUT}: tokens go round a ring of ranks, "
-                "whose draws are not those of one rank"
-            )
-        if query.is_cuda and query.dtype == torch.float32:
-            raise CaptureError(
-                f"train in bfloat16, with mp_policy=, or {WAY_OUT}: tokens go round a ring of "
-                "ranks by flash attention, which CUDA lacks in float32"
-            )
-        causal, scale = bool(given.get("is_causal")), given.get("scale")
-        ranks, name = dist.get_world_size(self.ring), self.ring.group_name
-        return ring_attention(query, key, value, causal, scale, ranks, name)[0]
-
-    def _exchanged(self, t: Tensor) -> Tensor:
-        """The i-th part of it goes to the i-th rank."""
-        if self.n == 1:
-            return t
-        return all_to_all_autograd(t.contiguous().flatten(), None, None, self.group).view(t.shape)
 
 
 class _WatchedAttention(AttentionMode):
@@ -173,7 +61,7 @@ class _WatchedAttention(AttentionMode):
         )
         self.watcher.now.attention_flops += whole // 2 if is_causal else whole
         shape.has_fused_attention = True
-        shape.unshared = shape.unshared or _why_unshared(query, key, given.get("attn_mask"))
+        shape.unshared = shape.unshared or why_unshared(query, key, given.get("attn_mask"))
         shape.heads.add((query.shape[HEADS], key.shape[HEADS]))
         # On meta tensors torch would run its open form, as products.
         result = query.new_empty((*query.shape[:-1], value.shape[-1]))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from remat.cluster.apply.loss_over_ranks import require_summed_loss
-from remat.cluster.model_part import OwnLoss, SequencePart
+from remat.cluster.capture.tokens_over_ranks import OwnLoss, SequencePart
 from remat.graph_capture.errors import CaptureError
 from tests.distributed.gradients.models import LOSSES
 

@@ -17,7 +17,8 @@ from remat.cluster.apply.context_ranks import (
     require_token_local_block,
     require_token_local_loss,
 )
-from remat.cluster.model_part import Arrival, OwnLoss, SequencePart, cut_dimension
+from remat.cluster.capture.tokens_over_ranks import OwnLoss, SequencePart, cut_dimension
+from remat.cluster.model_part import Arrival
 from remat.graph_capture.errors import CaptureError
 from tests.distributed.context.models import (
     VOCAB,

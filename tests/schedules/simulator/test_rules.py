@@ -49,7 +49,7 @@ def roomy(**rooms: int) -> Links:
         (graph(roomy(nvme_bytes=0)), (A, Offload("a"), Offload("a", "nvme")),
          "the nvme is full: a exceeds it by 1000 bytes"),
         (graph(roomy(host_bytes=1999)), (A, Offload("a"), Compute("b", "host")),
-         "the host is full: b exceeds it by 1 bytes"),
+         "the host is full: b exceeds it by 1 byte$"),
         (graph(roomy(host_bytes=999), home="host"), (A,), "the host is full: w exceeds it by 1"),
         (graph(), (A, Fetch("a")), "a is not on the host.*: no copy"),
         (graph(), (A, Free("a"), Offload("a")), "a is not on the device.*: no copy"),

@@ -188,7 +188,7 @@ def test_what_one_op_needs_is_a_proof_with_copies_too() -> None:
     graph = with_links(chain(5))
     lost = solve_within(graph, 1, time_limit_s=AMPLE_S)
     assert lost.status == "infeasible"
-    assert lost.message.startswith("no schedule fits 1 bytes")
+    assert lost.message.startswith("no schedule fits 1 byte;")
     again = solve_within(graph, lost.least_feasible_bytes, time_limit_s=AMPLE_S)
     assert again.schedule is not None
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from remat.cluster.capture.model_chain import chain_of
 from remat.cluster.capture.rank_graph import BORDER, behind_graph_on_rank, block_graph_on_rank
-from remat.cluster.capture.watching import HeadsOverRanks, watch
+from remat.cluster.capture.tokens_over_ranks import HeadsOverRanks
+from remat.cluster.capture.watching import watch
 from remat.graph_capture.costs.cache import work_of
 from remat.graph_capture.devices.known_devices import datasheet_links
 from remat.graph_capture.distributed.collectives import FakeGroups, fake_ranks
