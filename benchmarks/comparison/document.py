@@ -148,13 +148,8 @@ def losses(models: list[Model]) -> list[str]:
 
 def within_noise(models: list[Model]) -> list[str]:
     """A sentence on rows that are faster than ours by no more than the noise, if there are any."""
-    rows = [
-        f"{model.name}, {title(row)} ({percent(by)})"
-        for model in models
-        for row, _, by in model.slower()
-        if by <= NOISE
-    ]
-    said = f"\nFaster than ours, but by no more than {100 * NOISE:g} %: {'; '.join(rows)}."
+    rows = sum(by <= NOISE for model in models for _, _, by in model.slower())
+    said = f"\nOthers are faster by at most {100 * NOISE:g} % in {rows} more."
     return [said] if rows else []
 
 

@@ -1,7 +1,7 @@
 """Plans for the shapes of published tables, and the page that sets both side by side.
 
     python -m benchmarks.papers [JOB ...] [--references FOLDER] [--time-limit S]
-    python -m benchmarks.papers --page      # docs/against_papers.md, from the kept results
+    python -m benchmarks.papers --page      # docs/systems.md, from the kept results
 
 Nothing is run: costs are those of modelled devices, or of a published graph. A line is kept as
 soon as it is solved. `--references` is the folder of published graphs, as
@@ -14,9 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.papers.page import PAGE, kept_lines, text_of, write_lines
 from benchmarks.papers.published import JOBS
 from benchmarks.papers.rebuilt import Line, lines_of
+from benchmarks.papers.systems import PAGE, kept_lines, text_of, write_lines
 from remat.formats import percent_text
 
 TIME_LIMIT_S = 300.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from remat.budgets import unmodified_step
-from remat.formats import bytes_text, fine_time_text, percent_text
+from remat.formats import budget_text, bytes_text, fine_time_text, percent_text
 from remat.graph_capture.devices.known_devices import (
     has_cuda_allocator,
     is_in_table,
@@ -242,6 +242,26 @@ class _Offloaded(msgspec.Struct, frozen=True):
         )
         rates = ", ".join(f"{one.link} {one.gb_s:.3g} GB/s" for one in self.links)
         yield "links", f"{rates}: {self.source}"
+
+
+def too_small_host(graph: TrainingGraph) -> str:
+    """What host lets values reach NVMe, where some are too large to pass through this one.
+
+    A copy takes room for the whole value, so twice the largest lets one come while another goes.
+    """
+    links = graph.links
+    if links is None or not links.nvme_bytes:
+        return ""
+    late = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
+    early = {name for op in graph.ops if op.phase == "forward" for name in op.outputs}
+    sizes = [graph.value_by_name[name].size_bytes for name in sorted(early & late)]
+    too_large = [size for size in sizes if size > links.host_bytes]
+    if not too_large:
+        return ""
+    return (
+        f"give {option('host', budget_text(2 * max(sizes)))}: on its way to NVMe a value is on the "
+        f"host as a whole, and {len(too_large)} of {len(sizes)} are larger than it"
+    )
 
 
 def offloaded(

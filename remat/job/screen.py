@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from remat.analysis.plan_figures import chunks_of, offloaded, reserved_text
+from remat.analysis.plan_figures import chunks_of, offloaded, reserved_text, too_small_host
 from remat.analysis.plan_report import costs_text, step_facts
 from remat.checks import advice_of
 from remat.formats import (
@@ -170,6 +170,8 @@ def _way_rows(report: Report) -> _Said:
         yield "in chunks", str(one)
     moved = offloaded(graph, result.schedule, report.simulation)
     yield from moved.rows() if moved is not None else ()
+    if small := too_small_host(graph):
+        yield "NVMe", small
     if kinds := kinds_text(report.kinds):
         yield "recomputed", kinds
     if result.attention:

@@ -114,21 +114,25 @@ def full_recompute(microbatch: Microbatch) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _NamedSystem:
-    """A fixed config of the same step, which gives the same bits; state is on the host."""
+    """A fixed config of the same step, which gives the same bits; state is on the host.
+
+    `windows` : of which the least of the fastest is taken.
+    """
 
     title: str
     source: str
     keeping: _Keeping
     sums: Tier = "host"
-    window: int = 0
+    windows: tuple[int, ...] = (0,)
     is_layer_major: bool = False
 
-    def config(self, microbatch: Microbatch, count: int) -> StepConfig:
+    def configs(self, microbatch: Microbatch, count: int) -> list[StepConfig]:
         # All compute a layer's inside again in backward, as they advise.
         options = full_recompute(microbatch)
         passes = (Pass(count, options),) if self.is_layer_major else (Pass(1, options),) * count
         state: tuple[Tier, ...] = ("host",) * len(microbatch.groups)
-        return StepConfig(passes, state, self.sums, keeping=self.keeping, window=self.window)
+        one = StepConfig(passes, state, self.sums, keeping=self.keeping)
+        return [msgspec.structs.replace(one, window=window) for window in self.windows]
 
 
 NAMED_SYSTEMS = {
@@ -152,7 +156,7 @@ NAMED_SYSTEMS = {
     # At most a few layers on the device at once, in a window that moves.
     "stronghold": _NamedSystem(
         "STRONGHOLD", "Sun et al. 2022, https://doi.org/10.1109/SC41404.2022.00076", "stream",
-        window=2,
+        windows=(1, 2, 3, 4, 6, 8),
     ),
 }  # fmt: skip
 """By name. Elixir's choice of what stays is PatrickStar's here, and Mobius spreads a step over

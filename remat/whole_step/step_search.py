@@ -414,18 +414,23 @@ def plan_whole_step(
         search.best, search.judged, search.most = known.plan, known.judged, most + known.judged
     for name, system in NAMED_SYSTEMS.items() if known is None else ():
         progress(f"judging {system.title}")
-        config = task.feasible(system.config(task.microbatch, microbatches))
+        configs = [task.feasible(one) for one in system.configs(task.microbatch, microbatches)]
         # Microbatches in one pass would draw in turns.
-        if task.microbatch.draws and any(one.microbatches > 1 for one in config.passes):
+        if task.microbatch.draws and any(one.microbatches > 1 for one in configs[0].passes):
             systems[name] = _OTHER_DRAWS
             continue
-        systems[name] = search.take(_fitted(task, config, name))
+        found = [search.take(_fitted(task, config, name)) for config in configs]
+        systems[name] = min(found, key=_time_us)
     search.run(float("inf") if known is None else known.start_us)
     # Configs that lack room only on the host fit the device, so they are nearer.
     shorts = [one for one in search.shorts if one.tier == "host"] or search.shorts
     short = None if search.best else min(shorts, key=lambda one: one.need_bytes, default=None)
     bound_us = least_step_us(task, microbatches)
     return StepResult(search.best, short, bound_us, search.judged, systems, search.start_us)
+
+
+def _time_us(found: PlannedStep | Short) -> float:
+    return found.simulation.time_us if isinstance(found, PlannedStep) else float("inf")
 
 
 def least_step_us(task: StepTask, microbatches: int, saved_us: float = 0.0) -> float:

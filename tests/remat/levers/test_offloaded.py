@@ -12,7 +12,7 @@ from remat.analysis.levers import (
     without_copies,
     without_recomputation,
 )
-from remat.analysis.plan_figures import SLOWER, offloaded
+from remat.analysis.plan_figures import SLOWER, offloaded, too_small_host
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
@@ -60,6 +60,25 @@ def test_a_schedule_that_copies_nothing_says_nothing() -> None:
     everything = solve_within(graph, 1 << 40, "store_all").schedule
     assert offloaded(graph, everything) is None
     assert offloaded(graph, None) is None
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "nvme_bytes", "said"),
+    [
+        (
+            99, 300, "give host='200B': on its way to NVMe a value is on the host as a whole, "
+            "and 2 of 3 are larger than it",
+        ),
+        (100, 300, ""), (99, 0, ""),
+    ],
+)  # fmt: skip
+def test_nvme_that_no_value_can_reach_is_told(host_bytes: int, nvme_bytes: int, said: str) -> None:
+    graph = copying_chain()
+    links = graph.links
+    assert links is not None
+    links = msgspec.structs.replace(links, host_bytes=host_bytes, nvme_bytes=nvme_bytes)
+    assert too_small_host(msgspec.structs.replace(graph, links=links)) == said
+    assert too_small_host(msgspec.structs.replace(graph, links=None)) == ""
 
 
 def test_a_third_tier_has_its_own_bytes() -> None:

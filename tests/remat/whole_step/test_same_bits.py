@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from remat.schedules.simulate import simulate
 from remat.whole_step.running import WholeStep
 from tests.remat.whole_step.loops import (
     Training,
+    adamw,
     chain,
     gpt,
     momentum,
@@ -95,6 +98,37 @@ def test_the_measured_peak_is_the_judged_one(training: Training, budget: int) ->
     assert simulate(step.graph, step.schedule) == step.simulation
     assert measured == step.simulation.peak_bytes - step.resting_bytes
     assert step.simulation.peak_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 203))]
+)
+def test_any_setting_trains_as_in_eager(seed: int, folder: Path) -> None:
+    draw = random.Random(seed)
+    make, count = draw.choice((chain, gpt)), draw.randint(1, 4)
+    sizes: dict[str, Any] = {"optimizer": draw.choice((adamw, momentum, torch.optim.SGD))}
+    if make is gpt:
+        sizes |= {"layers": draw.randint(2, 5), "width": draw.choice((16, 32))}
+    training = make(count, 3, **sizes)
+    asked: dict[str, Any] = {"budget": int(10 ** draw.uniform(4.5, 6.3))}
+    asked["host"] = int(10 ** draw.uniform(4.5, 7))
+    if draw.random() < 0.5:
+        asked["nvme"] = f"{folder}:64MiB"
+    step = planned_with_room(training, asked)
+    trained_alike(training, step, 3)
+    step.close()
+
+
+def planned_with_room(training: Training, asked: dict[str, Any]) -> WholeStep:
+    """The step in the rooms asked for, or else in those that the refusal names."""
+    for _ in range(3):
+        try:
+            return training.planned(**asked)
+        except BudgetError as error:
+            named = dict(re.findall(r"(budget|host)=\W?([\d.]+[KMG]?i?B)", str(error)))
+            more = re.findall(r"a peak of (\d+) bytes", str(error))
+            asked |= named or {"budget": int(more[0])}
+    return training.planned(**asked)
 
 
 class Tied(nn.Module):

@@ -102,7 +102,9 @@ def any_task(draw: random.Random) -> StepTask:
     return StepTask(step, update, below, device_bytes, host_computes=draw.random() < 0.8)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 84))]
+)
 def test_any_search_gives_a_valid_plan_or_says_what_is_too_small(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(12):
