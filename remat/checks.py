@@ -132,7 +132,11 @@ def why_unchecked(graph: TrainingGraph) -> str:
     return f"{_UNCHECKED}, which needs {need} more than is allocated now"
 
 
-def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | None:
+def _say_unchecked(reason: str) -> None:
+    warnings.warn(f"{_UNCHECKED}: {reason}", stacklevel=4)
+
+
+def unless_short(run: Callable[[], _T], told: Callable[[str], None] = _say_unchecked) -> _T | None:
     """What `run` returns; where memory runs out, or at Ctrl-C, `told` hears why it did not."""
     try:
         return run()
@@ -148,10 +152,6 @@ def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | Non
             raise
         told(_NO_ROOM)
     return None
-
-
-def say_unchecked(reason: str) -> None:
-    warnings.warn(f"{_UNCHECKED}: {reason}", stacklevel=4)
 
 
 def require_equal(
@@ -309,7 +309,11 @@ class Reference:
         return "in the host's memory" if is_cuda(self.graph.device) else f"in {host_folder()}"
 
 
-def gradients_there(model: nn.Module) -> int:
+def reference_of(
+    graph: TrainingGraph, budget_bytes: int, model: nn.Module, batch: Batch
+) -> Reference:
+    """Beside a plan of `model`, whose gradients of other batches stay where they are summed."""
     from remat.graph_capture.tracing.resident import storage_bytes
 
-    return storage_bytes(p.grad for p in model.parameters())
+    there = (p.grad for p in model.parameters())
+    return Reference(graph, budget_bytes, storage_bytes(there) if batch.accumulate else 0)

@@ -25,7 +25,7 @@ def bytes_text(size_bytes: float) -> str:
     return exact_bytes_text(1) if (number, unit) == ("1", "bytes") else f"{number} {unit}"
 
 
-def exact_bytes_text(size_bytes: int) -> str:
+def exact_bytes_text(size_bytes: float) -> str:
     """``1 byte``, ``2048 bytes``: a number that a person may have to give."""
     return f"{size_bytes} byte{'' if size_bytes == 1 else 's'}"
 

@@ -12,14 +12,7 @@ from torch import fx, nn
 from remat.analysis.levers import levers_text
 from remat.analysis.plan_figures import compiled_text
 from remat.budgets import Budget, budget_again
-from remat.checks import (
-    Reference,
-    gradients_there,
-    is_checked,
-    require_equal,
-    say_unchecked,
-    unless_short,
-)
+from remat.checks import is_checked, reference_of, require_equal, unless_short
 from remat.graph_capture.capture_api import add_costs
 from remat.graph_capture.costs.op_costs import with_measured_chunks
 from remat.graph_capture.distributed.collectives import collectives_in
@@ -115,16 +108,14 @@ class StepPlanner:
     ) -> Check | None:  # fmt: skip
         """A step of `module` beside eager's; None without room. `ranks` compare too, or none."""
         spec = self.spec
-        beside_bytes = gradients_there(spec.model) if spec.accumulate else 0
-        beside = Reference(graph, budget_bytes, beside_bytes)
+        beside = reference_of(graph, budget_bytes, spec.model, spec.batch)
         is_run = is_checked(self.traced.graph if ranks else graph, spec.check, beside)
         if not (ranks.all_agree("check", is_run) if ranks else is_run):
             return None
         most_bytes = budget_bytes if is_bound else None
         with self.stages.stage("check", f"comparing a step of {self.name} with eager"):
             return unless_short(
-                lambda: require_equal(spec.model, module, spec.batch, most_bytes, beside),
-                say_unchecked,
+                lambda: require_equal(spec.model, module, spec.batch, most_bytes, beside)
             )
 
     def say_planned(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError, LeftOutError
 from remat.graph_capture.python_state.state_slots import PLAIN
@@ -152,3 +153,34 @@ def _are_known(result: Any, names: list[Any], outputs: Outputs) -> bool:
         f"name some of {', '.join(map(repr, known))} in outputs: forward returns no "
         f"{(wrong or outputs)[0]!r}"
     )
+
+
+_HANDS_ON = ("torch", "accelerate", "remat")  # packages that look at no result
+
+
+def outputs_of_caller(model: nn.Module) -> Outputs | None:
+    """The loss, in a call by `Trainer.compute_loss` of Hugging Face that reads no more; or None."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and _name_of_code(frame).partition(".")[0] in _HANDS_ON:
+        frame = frame.f_back
+    # Of its own code, not of a subclass: what lies between, as a wrapper or a hook, may read more.
+    if frame is None or frame.f_code.co_qualname != "Trainer.compute_loss" or model._forward_hooks:
+        return None
+    is_known = _name_of_code(frame) == "transformers.trainer" and _reads_the_loss_alone(frame)
+    return THE_LOSS if is_known else None
+
+
+def _name_of_code(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _reads_the_loss_alone(frame: Any) -> bool:
+    found = frame.f_locals
+    trainer = found["self"]
+    reads_more = (
+        found["return_outputs"],
+        found.get("labels") is not None,  # taken out of the batch for a loss of the trainer's
+        getattr(trainer, "compute_loss_func", None),
+        getattr(trainer.args, "past_index", -1) >= 0,  # of transformers 4
+    )
+    return not any(reads_more)

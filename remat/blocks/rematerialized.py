@@ -27,10 +27,9 @@ from remat.blocks.updates import UpdatesOfBlocks, name_of
 from remat.checks import (
     Batch,
     Reference,
-    gradients_there,
     is_checked,
+    reference_of,
     require_equal,
-    say_unchecked,
     unless_short,
 )
 from remat.graph_capture.capture_api import add_costs, chunks_by, workspaces_by
@@ -142,19 +141,16 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         is_alone = sharding.kind == "none" and not collectives_in(whole.joint.module)
         is_bound = is_alone and spec.optimizer_in_backward is None  # it lets parameters be
         budget_bytes = plan.result.budget_bytes
-        beside_bytes = gradients_there(model) if spec.accumulate else 0
         sizes = sizes_within(whole, batch) if spec.dynamic else {}
         graph = trace_at(whole, sizes).graph if sizes else whole.graph
-        beside = Reference(graph, budget_bytes, beside_bytes)
+        beside = reference_of(graph, budget_bytes, model, batch)
         checked = None
         # A check runs the model's collectives: all ranks run it, or none.
         is_run = sizes is not None and is_checked(graph, spec.check, beside)
         if ranks.all_agree("check", is_run):
             limits = budget_bytes if is_bound else None, beside
             with stages.stage("check", f"comparing a step of {name} with eager"):
-                checked = unless_short(
-                    lambda: _require_equal_blocks(model, made, batch, *limits), say_unchecked
-                )
+                checked = unless_short(lambda: _require_equal_blocks(model, made, batch, *limits))
         said = Solved(msgspec.structs.replace(whole.graph, links=plan.links), plan.result)
         what = f"{whole.recipe.title}, {len(plan.schedules)} blocks"
         if plan.family is None:

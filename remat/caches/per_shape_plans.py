@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from remat.analysis.levers import levers_text
 from remat.budgets import parse_budget
-from remat.caches.callers import outputs_of_caller
 from remat.caches.known_plans import AtHand, KnownPlans, adopted, keep_solve, kept_solve
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.distributed.collectives import collectives_in
@@ -32,7 +31,7 @@ from remat.graph_capture.errors import (
 from remat.graph_capture.refusals import distributed_message, is_all_frozen
 from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.left_out import Outputs, as_outputs
+from remat.graph_capture.tracing.left_out import Outputs, as_outputs, outputs_of_caller
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts

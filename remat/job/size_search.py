@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import remat.solver as solvers
 from remat.budgets import Budget, parse_budget, unmodified
-from remat.checks import failures, is_checked, say_unchecked, unless_short
+from remat.checks import failures, is_checked, unless_short
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
@@ -382,7 +382,7 @@ class FitSearch:
             return check_schedule(loaded, traced, schedule, request, captured.graph)
 
         with self.stopwatch.stage("check", "running a step of the answer"):
-            found = unless_short(run, say_unchecked)
+            found = unless_short(run)
         if found is None:
             return None
         failed = failures(found, self.budget_bytes)

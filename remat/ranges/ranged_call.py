@@ -11,15 +11,7 @@ import msgspec
 
 from remat.analysis.levers import levers_text
 from remat.budgets import Budget, parse_budget
-from remat.checks import (
-    Batch,
-    Reference,
-    gradients_there,
-    is_checked,
-    require_equal,
-    say_unchecked,
-    unless_short,
-)
+from remat.checks import Batch, is_checked, reference_of, require_equal, unless_short
 from remat.graph_capture.capture_api import add_costs, chunks_by, workspaces_by
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
@@ -125,7 +117,7 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
     checked = None
     if sizes is not None:
         at_sizes, most_bytes = graph.at(**sizes), family.budget_bytes
-        beside = Reference(at_sizes, most_bytes, gradients_there(model) if spec.accumulate else 0)
+        beside = reference_of(at_sizes, most_bytes, model, batch)
         if is_checked(at_sizes, spec.check, beside):
             # The check lets parameters be, and runs before they are sharded.
             is_bound = updates is None and spec.sharding.kind == "none"
@@ -133,8 +125,7 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
                 checked = unless_short(
                     lambda: require_equal(
                         model, module, batch, most_bytes if is_bound else None, beside
-                    ),
-                    say_unchecked,
+                    )
                 )
     largest = planned.own.top
     levers = levers_text(largest, resized_schedule(family.top.schedule, largest))

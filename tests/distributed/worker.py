@@ -137,25 +137,6 @@ def shard_blocks(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def ddp_no_sync() -> Found:
-    """Two batches summed before gradients are exchanged."""
-    model, args = made()
-    eager = DistributedDataParallel(copy.deepcopy(model))
-    fast = remat.rematerialize(
-        model, args, budget="75%", solver="cut", check=False, accumulate=True,
-        sharding=sharding("ddp"), group=dist.group.WORLD,
-    )  # fmt: skip
-    found: list[dict[str, Tensor]] = []
-    for wrapped in (eager, DistributedDataParallel(fast)):
-        with wrapped.no_sync():
-            step(wrapped, args, seed=3)
-        alone = gradients(wrapped)
-        step(wrapped, args, seed=4)
-        found.append({**gradients(wrapped), "alone": alone["first.weight"]})
-    same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    return {"same": same, "n": len(found[0]) - 1}
-
-
 def another_step() -> Found:
     """The last rank has a shorter batch."""
     model, (x,) = made()
@@ -227,9 +208,7 @@ def in_lower_precision() -> Found:
 CASES: dict[str, Callable[[], Found]] = {
     "ddp": lambda: whole("ddp", DistributedDataParallel),
     "ddp_blocks": lambda: blocks("ddp", DistributedDataParallel),
-    "ddp_no_sync": ddp_no_sync,
     "fsdp2": lambda: whole("fsdp2", fully_shard),
-    "fsdp2_blocks": lambda: blocks("fsdp2", shard_blocks),
     "fsdp2_blocks_min": lambda: blocks("fsdp2", shard_blocks, "min"),
     "another_step": another_step,
     "too_little": too_little,

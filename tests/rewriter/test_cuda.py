@@ -193,7 +193,7 @@ def test_a_budget_is_exceeded_by_what_is_asked_for_not_by_larger_blocks() -> Non
 
 
 @pytest.mark.parametrize(("moves_at", "differences"), [(3, ()), (99, ("output",))])
-def testeager_runs_again_before_a_plan_is_said_to_differ(
+def test_eager_runs_again_before_a_plan_is_said_to_differ(
     checked: FakeCuda, monkeypatch: pytest.MonkeyPatch, moves_at: int, differences: tuple[str, ...]
 ) -> None:
     model, module, args = planned("plain")
