@@ -13,7 +13,7 @@ from remat.checkout import BESIDE, find_beside
 find_beside()  # the other packages must be found before they are imported
 
 if TYPE_CHECKING:
-    from remat import cluster, whole_step
+    from remat import cluster
     from remat.analysis.compare import sweep
     from remat.graph_capture.capture_api import capture
     from remat.graph_capture.costs.measuring import profile
@@ -52,7 +52,6 @@ __all__ = [
     "rematerialize",
     "solve",
     "sweep",
-    "whole_step",
 ]
 
 __version__ = "0.1.0"
@@ -75,7 +74,7 @@ _HOMES = {  # where a name is defined, but for errors and wings
 
 
 def __getattr__(name: str) -> Any:
-    if name in BESIDE or name in ("cluster", "whole_step"):
+    if name in BESIDE or name == "cluster":
         return importlib.import_module(f"remat.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from remat.budgets import parse_budget
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Split
+    from remat.whole_step.running import WholeStep
 
 
 def solve(
@@ -78,6 +79,12 @@ def solve(
     return Plan.from_result(result, step=step)
 
 
+@overload
+def rematerialize(
+    model: nn.Module, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None,
+    *, budget: str | SupportsIndex, microbatches: int, **options: Any,
+) -> WholeStep: ...  # fmt: skip
+@overload
 def rematerialize(
     model: nn.Module,
     args: tuple[Any, ...] | None = None,
@@ -91,6 +98,7 @@ def rematerialize(
     host: str | SupportsIndex | None = None,
     nvme: str | None = None,
     optimizer_in_backward: TorchOptimizer | None = None,
+    microbatches: None = None,
     compile: bool = False,
     cuda_graphs: bool = False,
     split: Split | None = None,
@@ -109,7 +117,40 @@ def rematerialize(
     audit: bool = True,
     verbose: bool = True,
     **options: Any,
-) -> nn.Module:
+) -> nn.Module: ...
+def rematerialize(
+    model: nn.Module,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: str | SupportsIndex,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+    host: str | SupportsIndex | None = None,
+    nvme: str | None = None,
+    optimizer_in_backward: TorchOptimizer | None = None,
+    microbatches: int | None = None,
+    compile: bool = False,
+    cuda_graphs: bool = False,
+    split: Split | None = None,
+    dynamic: Dynamic | Literal["auto"] | None = None,
+    float_inputs: Sequence[str] = (),
+    outputs: Sequence[str | int] | None = None,
+    blocks: str | None = None,
+    sharding: Sharding = NO_SHARDING,
+    group: ProcessGroup | None = None,
+    keep: Globs = (),
+    recompute: Globs = (),
+    solver: str = "auto",
+    time_limit_s: float = 60.0,
+    profile: Profile | str | Path | None = None,
+    check: bool | None = None,
+    audit: bool = True,
+    verbose: bool = True,
+    **options: Any,
+) -> nn.Module | WholeStep:
     """A module that trains as `model` does, to the same bits, within `budget`.
 
     It shares the parameters and buffers of `model`, under the same names, and trains on the
@@ -137,6 +178,10 @@ def rematerialize(
         the gradient; parameters are those of eager to the bit. ``optimizer.step()`` in a loop finds
         no gradients. With `accumulate`, ``with module.no_update():`` around all batches but the
         last holds updates back, as ``no_sync`` of DDP does gradients.
+    microbatches : batches like this one in one optimizer step, which the result takes as a whole,
+        with `optimizer_in_backward`. Parameters, gradients and the optimizer's state are then on
+        the device, the `host` or `nvme`, as is best. It runs on a CPU; `remat run --microbatches`
+        plans it for a GPU of the table.
     compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
         are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's costs;
         `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
@@ -189,7 +234,8 @@ def rematerialize(
 
     Returns
     -------
-    An `fx.GraphModule` for one size; a module that holds several plans for a range of sizes, or
+    A `WholeStep` with `microbatches`: called with that many batches, it takes eager's step. Else an
+    `fx.GraphModule` for one size; a module that holds several plans for a range of sizes, or
     without a batch; with `blocks`, the model with its blocks replaced; in parts, a module whose
     `modules_again` are the paths of those that run again.
 
@@ -207,6 +253,10 @@ def rematerialize(
     from remat.step_spec import StepSpec, is_default
 
     given |= given.pop("options")
+    if microbatches is not None:
+        from remat.whole_step.on_this_device import whole_step_here
+
+        return whole_step_here(given)
     if args is None and kwargs is None:
         from remat.caches.per_shape_plans import plan_cache
 

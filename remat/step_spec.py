@@ -42,6 +42,7 @@ class StepSpec:
     optimizer: Optimizer = "none"
     accumulate: bool = False
     optimizer_in_backward: TorchOptimizer | None = None
+    microbatches: int | None = None
     sharding: Sharding = NO_SHARDING
     group: ProcessGroup | None = None
     blocks: str | None = None
@@ -160,4 +161,6 @@ _DEFAULTS = {
 
 def is_default(name: str, value: Any) -> bool:
     """Whether a value says no more than leaving the option out."""
-    return name in _DEFAULTS and value is _DEFAULTS[name]
+    default = _DEFAULTS.get(name, dataclasses.MISSING)
+    # Equal numbers of two files are two objects; other values are not compared, as tensors may be.
+    return value is default or (type(value) is type(default) is float and value == default)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -16,12 +15,12 @@ from remat.levers.optimizer_in_backward import require_no_other_reader, require_
 from remat.progress import stopwatch_of_call
 from remat.schedules.derived import in_chunks, unchunked
 from remat.schedules.schedule import ChunkedRegion, Schedule
-from remat.step_spec import StepSpec
+from remat.step_spec import StepSpec, is_default
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import MOMENTS, ParameterUpdate, Update, UpdateGroup
 from remat.whole_step.op_writer import op_by_op
 from remat.whole_step.planned_step import PlannedStep, StepTask
-from remat.whole_step.step_planning import StepPlan, StepRequest, plan_step, step_request
+from remat.whole_step.step_planning import StepPlan, StepRequest, step_request
 from remat.whole_step.step_search import fastest_in_chunks
 
 if TYPE_CHECKING:
@@ -205,70 +204,40 @@ def _require_in_optimizer(
             )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise CaptureError(
-            "leave out amsgrad, which keeps a third value for each parameter, or update during "
-            "backward, remat.rematerialize(..., optimizer_in_backward=...)"
+            "leave out amsgrad, which keeps a third value for each parameter, or microbatches=, to "
+            "update during backward"
         )
     require_own_storages({**dict(parameters.values()), **dict(guards.model.named_buffers())})
 
 
-def training_step(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    optimizer: Optimizer,
-    budget: str | SupportsIndex,
-    microbatches: int | None = None,
-    host: str | SupportsIndex | None = None,
-    nvme: str | None = None,
-    device: str | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    target: Any = None,
-    profile: Profile | str | Path | None = None,
-    split: Split | None = None,
-    verbose: bool = True,
-) -> StepPlan | WholeStep:
-    """One optimizer step of so many batches like this one, over the device, the host and NVMe.
+_TAKEN = (
+    "model", "args", "kwargs", "budget", "microbatches", "optimizer_in_backward", "host", "nvme",
+    "loss_fn", "target", "profile", "split", "verbose",
+)  # fmt: skip
 
-    Parameters, gradients and the optimizer's state are on the device, the host or NVMe, as is best.
 
-    Parameters
-    ----------
-    optimizer : of `torch.optim`: an `SGD`, `Adam` or `AdamW` over parameters of the model.
-    budget : of the device, in bytes or ``auto``. microbatches : batches in one step.
-    host, nvme : sizes as of `remat.capture`. device : left at None, where the model is.
-    Others, `split` for heads and MLPs in chunks among them : as of `remat.rematerialize`.
-
-    Returns
-    -------
-    WholeStep : on a CPU; called with that many batches, it takes one step of eager's.
-    StepPlan : for a device of the table, where nothing is run; `repr` says what it takes.
-
-    Raises
-    ------
-    CaptureError : the model or the optimizer cannot be updated so. BudgetError : nothing fits, or a
-        size cannot be read; the message says what can be done instead.
-    """
-    given: dict[str, Any] = {
-        "loss_fn": loss_fn, "target": target, "profile": profile, "split": split
-    }  # fmt: skip
-    spec = StepSpec.of({"model": model, "args": args, "kwargs": kwargs, "verbose": verbose} | given)
-    asked = step_request(
-        spec.model, optimizer, budget=budget, microbatches=microbatches, device=device, host=host,
-        nvme=nvme,
-    )  # fmt: skip
-    given["profile"] = spec.known_profile
-    stages, name = stopwatch_of_call(verbose=verbose), type(spec.model).__name__
-    with stages.stage("solve", f"planning a whole step of {name}") as shown:
-        plan: StepPlan | WholeStep
-        if asked.is_run:
-            captured = StepHere(spec.model, spec.args, kwargs, asked, optimizer, **given)
-            plan = captured.ready(captured.planned())
-        else:
-            plan = plan_step(
-                spec.model, spec.args, kwargs, asked, told=lambda text: shown(text=text), **given
-            )
-    if isinstance(plan, StepPlan) and plan.shortage:
-        raise BudgetError(plan.shortage)
-    stages.say(f"remat: {plan!r}; {stages.elapsed_s:.1f} s")
-    return plan
+def whole_step_here(given: Mapping[str, Any]) -> WholeStep:
+    """One optimizer step of so many batches like this one, as `remat.rematerialize` is asked."""
+    said = {name: value for name, value in given.items() if not is_default(name, value)}
+    if others := [name for name in said if name not in _TAKEN]:
+        raise CaptureError(
+            f"leave out {others[0]}=, or microbatches=: it belongs to a step of one batch"
+        )
+    if said.get("args") is None and said.get("kwargs") is None:
+        raise CaptureError("give one batch too: a whole step is planned for batches like it")
+    spec = StepSpec.of(said | {"args": said.get("args") or ()})
+    if spec.optimizer_in_backward is None:
+        raise CaptureError(
+            "give optimizer_in_backward=torch.optim.AdamW(model.parameters()) too: a whole step "
+            "updates parameters"
+        )
+    asked = step_request(spec)
+    stages, name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
+    with stages.stage("solve", f"planning a whole step of {name}"):
+        captured = StepHere(
+            spec.model, spec.args, spec.kwargs, asked, spec.optimizer_in_backward,
+            loss_fn=spec.loss_fn, target=spec.target, profile=spec.known_profile, split=spec.split,
+        )  # fmt: skip
+        step = captured.ready(captured.planned())
+    stages.say(f"remat: {step!r}; {stages.elapsed_s:.1f} s")
+    return step

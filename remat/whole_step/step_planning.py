@@ -27,10 +27,10 @@ from remat.whole_step.step_search import StepResult, fastest_in_chunks
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer as TorchOptimizer
 
     from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.tracing.recipe import Split
+    from remat.step_spec import StepSpec
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,8 @@ class StepRequest:
             raise DeviceError(
                 f"name a device of the table ({', '.join(device_table().devices)}), not "
                 f"{self.device}: a whole step over the host is only planned for those, and run on "
-                "a CPU with remat.whole_step.training_step.\n"
-                "Or train here with remat.rematerialize(model, ..., host=...), which moves "
-                "activations"
+                "a CPU with remat.rematerialize(model, ..., microbatches=...).\n"
+                "Or train here without microbatches=, which moves activations"
             )
         if self.host is None:
             raise BudgetError(
@@ -98,30 +97,23 @@ class StepRequest:
         )  # fmt: skip
 
 
-def step_request(
-    model: nn.Module, optimizer: TorchOptimizer, *, budget: str | SupportsIndex,
-    microbatches: int | None, device: str | None, host: str | SupportsIndex | None,
-    nvme: str | None,
-) -> StepRequest:  # fmt: skip
+def step_request(spec: StepSpec) -> StepRequest:
     from remat.graph_capture.devices.placement import resolved_device
     from remat.graph_capture.joint.gradients import require_known
 
+    optimizer = spec.optimizer_in_backward
+    assert optimizer is not None
+    assert spec.microbatches is not None
     require_known(optimizer)
-    if microbatches is None:
-        raise BudgetError(
-            "give microbatches=8 too: a whole step has several batches. "
-            "To move activations of one batch to the host and train, use "
-            "remat.rematerialize(model, ..., host=...)"
-        )
     # Adam and AdamW keep two moments; SGD keeps one with momentum, else none.
     moments = "adamw" if "betas" in optimizer.defaults else "sgd"
     if optimizer.defaults.get("momentum"):
         moments = "momentum"
-    where = resolved_device(device, model)
     # torch's optimizers keep moments in the parameter's type.
     return StepRequest(
-        where, microbatches, moments, budget, host, nvme, "parameter", is_run=where == CPU
-    )
+        resolved_device(None, spec.model), spec.microbatches, moments, spec.budget, spec.host,
+        spec.nvme, "parameter", is_run=True,
+    )  # fmt: skip
 
 
 _Told = Callable[[str], None]

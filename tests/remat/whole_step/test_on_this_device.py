@@ -21,10 +21,12 @@ def chain() -> nn.Sequential:
 
 def asked(model: nn.Module, **changed: Any) -> Any:
     given: dict[str, Any] = {
-        "optimizer": torch.optim.AdamW(model.parameters()), "budget": "1GiB", "microbatches": 2,
+        "args": (torch.zeros(8, 32),),
+        "optimizer_in_backward": torch.optim.AdamW(model.parameters()), "budget": "1GiB",
+        "microbatches": 2,
         "loss_fn": nn.functional.mse_loss, "target": torch.zeros(8, 32), "host": "64MiB",
     }  # fmt: skip
-    return remat.whole_step.training_step(model, (torch.zeros(8, 32),), **{**given, **changed})
+    return remat.rematerialize(model, **{**given, **changed})
 
 
 def test_a_cpu_gets_a_step_that_runs() -> None:
@@ -57,17 +59,28 @@ def partly(make: Callable[..., Any]) -> Callable[[nn.Module], Any]:
     return lambda model: make([*model.parameters()][1:])
 
 
+def whole(make: Callable[..., Any], **options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: make(model.parameters(), **options)
+
+
 @pytest.mark.parametrize(
     ("model", "changed", "kind", "says"),
     [
         (chain(), {"loss_fn": None, "target": None}, CaptureError,
          "give loss_fn=.*needs one loss, a single number"),
-        (chain(), {"optimizer": partly(torch.optim.AdamW)}, CaptureError,
+        (chain(), {"optimizer_in_backward": partly(torch.optim.AdamW)}, CaptureError,
          "add 0.0.weight of Sequential to the optimizer"),
-        (chain(), {"optimizer": lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True)},
+        (chain(), {"optimizer_in_backward": whole(torch.optim.AdamW, amsgrad=True)},
          CaptureError, "leave out amsgrad"),
-        (chain(), {"optimizer": lambda m: torch.optim.Adagrad(m.parameters())}, CaptureError,
+        (chain(), {"optimizer_in_backward": whole(torch.optim.Adagrad)}, CaptureError,
          "a Adagrad cannot update parameters one by one"),
+        (chain(), {"optimizer_in_backward": None}, CaptureError,
+         "give optimizer_in_backward=.* too: a whole step updates parameters"),
+        (chain(), {"compile": True}, CaptureError, "leave out compile=, or microbatches=: it bel"),
+        (chain(), {"order": "free"}, CaptureError, "leave out order=, or microbatches="),
+        (chain(), {"args": None}, CaptureError, "give one batch too: a whole step is planned for"),
+        (chain(), {"microbatches": 0}, BudgetError, "give 1 or more microbatches"),
+        (chain(), {"host": None}, BudgetError, "give host='120GiB' too"),
         (nn.Linear(32, 32), {}, SolverError, "no repeated layers in a row"),
         (Counting(*chain()), {}, CaptureError, "forward of Counting sets"),
         (GivenGradient(), {"loss_fn": None, "target": None}, CaptureError,
@@ -80,8 +93,8 @@ def partly(make: Callable[..., Any]) -> Callable[[nn.Module], Any]:
 def test_what_cannot_be_run_is_refused(
     model: nn.Module, changed: dict[str, Any], kind: type[RematError], says: str
 ) -> None:
-    if "optimizer" in changed:
-        changed = {**changed, "optimizer": changed["optimizer"](model)}
+    if make := changed.get("optimizer_in_backward"):
+        changed = {**changed, "optimizer_in_backward": make(model)}
     with pytest.raises(kind, match=says) as refused:
         asked(model, **changed)
     assert "\n" not in str(refused.value)

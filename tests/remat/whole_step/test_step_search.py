@@ -14,7 +14,7 @@ from remat.graph_capture.graph import Link, Links
 from remat.schedules.simulate import simulate
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import Microbatch, Update
-from remat.whole_step.planned_step import PlannedStep, Short, StepTask
+from remat.whole_step.planned_step import PlannedStep, Short, StepTask, planned_step
 from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig
 from remat.whole_step.step_search import least_step_us, orders, plan_whole_step
 from tests.remat.whole_step.hand_steps import layered, task_of
@@ -32,6 +32,19 @@ def test_the_plan_fits_and_is_no_slower_than_any_named_system() -> None:
     judged = [one for one in found.systems.values() if isinstance(one, PlannedStep)]
     assert len(judged) >= 3
     assert all(found.plan.simulation.time_us <= one.simulation.time_us for one in judged)
+
+
+def test_strongholds_window_is_the_least_of_the_fastest() -> None:
+    found = plan_whole_step(TIGHT, 4, most=1).systems["stronghold"]
+    assert isinstance(found, PlannedStep)
+    configs = [TIGHT.feasible(one) for one in NAMED_SYSTEMS["stronghold"].configs(FOUR, 4)]
+    planned = [planned_step(TIGHT, one, "") for one in configs]
+    times = {one.config.window: one.simulation.time_us
+             for one in planned if isinstance(one, PlannedStep)}  # fmt: skip
+    assert len(set(times.values())) > 1
+    fastest_us = min(times.values())
+    assert found.simulation.time_us == fastest_us
+    assert found.config.window == min(w for w, us in times.items() if us == fastest_us)
 
 
 def test_the_same_search_gives_the_same_plan() -> None:
