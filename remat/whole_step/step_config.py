@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,7 @@ import msgspec
 
 from remat.graph_capture.graph import Links, Op, Tier, TrainingGraph
 from remat.whole_step.microbatch import Microbatch, Update
-from remat.whole_step.step_graph import GroupPlace, optimizer_step
+from remat.whole_step.step_graph import GATHER_GROUP, REDUCE_GROUP, GroupPlace, optimizer_step
 
 _Keeping = Literal["stream", "near", "stay"]
 """Of parameters between two layers that read them: ``stream`` drops them, ``near`` keeps those
@@ -68,7 +69,8 @@ class StepConfig(msgspec.Struct, frozen=True):
             parameters: Tier = "device" if tier == "device" else "host"
             places.append(GroupPlace(parameters, tier, "device" if here else self.sums))
         options = tuple(one.options for one in self.passes for _ in range(one.microbatches))
-        return optimizer_step(microbatch, update, options, places, links)
+        passes = [one.microbatches for one in self.passes]
+        return optimizer_step(microbatch, update, options, places, links, passes)
 
     def device_order(self, microbatch: Microbatch, graph: TrainingGraph) -> list[Op]:
         names = list[str]()
@@ -88,7 +90,8 @@ class StepConfig(msgspec.Struct, frozen=True):
                 here = (g for g in own if "device" in (self.state[g], self.updates))
                 names += [f"update.{g}" for g in here if microbatch.groups[g].trained]
         names += [f"update.{at}" for at in self.updated_on_device(microbatch)]
-        return [graph.ops[graph.op_index[name]] for name in names]
+        ops = [graph.ops[graph.op_index[name]] for name in names]
+        return ops if microbatch.ranks is None else list(_with_collectives(graph, ops))
 
     def updated_on_device(self, microbatch: Microbatch) -> list[int]:
         """Groups that the device updates though their state is on the host, in order."""
@@ -103,6 +106,16 @@ class StepConfig(msgspec.Struct, frozen=True):
     def state_is_on_nvme(self, value: str) -> bool:
         kind, _, at = value.partition(".")
         return kind == "O" and self.state[int(at)] == "nvme"
+
+
+def _with_collectives(graph: TrainingGraph, ops: Sequence[Op]) -> Iterator[Op]:
+    """Each gather right before the first op that reads it, each reduction behind its gradient."""
+    gathers = {op.outputs[0]: op for op in graph.ops if op.target == GATHER_GROUP}
+    reductions = {op.inputs[0]: op for op in graph.ops if op.target == REDUCE_GROUP}
+    for op in ops:
+        yield from (gathers.pop(name) for name in op.inputs if name in gathers)
+        yield op
+        yield from (reductions[name] for name in op.outputs if name in reductions)
 
 
 def full_recompute(microbatch: Microbatch) -> tuple[int, ...]:

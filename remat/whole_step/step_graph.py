@@ -29,6 +29,8 @@ place. Named ``backward``, those of the first microbatch would have to wait for 
 
 GROUP_UPDATE, HOST_SUM = "remat.group_update", "remat.host_sum"
 """Targets of the optimizer's step of a group, and of a gradient's addition to the sum below."""
+GATHER_GROUP, REDUCE_GROUP = "remat.gather_group", "remat.reduce_group"
+"""Of several ranks: a group is made whole from their shards, a gradient is reduced to shards."""
 
 
 class GroupPlace(msgspec.Struct, frozen=True):
@@ -48,8 +50,9 @@ _Options = Sequence[tuple[int, ...]]  # by microbatch, the option of each layer
 
 def optimizer_step(
     microbatch: Microbatch, update: Update, options: _Options, places: Sequence[GroupPlace],
-    links: Links | None,
+    links: Links | None, passes: Sequence[int] = (),
 ) -> TrainingGraph:  # fmt: skip
+    """`passes` : microbatches that go through each layer together; left out, each by itself."""
     if not options:
         raise GraphError("give one microbatch or more: there is none")
     numbers = {len(one) for one in options}
@@ -58,7 +61,8 @@ def optimizer_step(
             "give an option for each layer of each microbatch, and a place for each group: the "
             f"step has {len(microbatch.layers)} layers and {len(microbatch.groups)} groups"
         )
-    made = _Made(microbatch, update, options, places)
+    pass_of = [at for at, count in enumerate(passes) for _ in range(count)]
+    made = _Made(microbatch, update, options, places, pass_of or range(len(options)))
     return TrainingGraph(
         name=microbatch.name, ops=(*made.computations(), *made.sums(), *made.updates()),
         values=tuple(made.values()),
@@ -73,9 +77,9 @@ class _Made:
 
     def __init__(
         self, microbatch: Microbatch, update: Update, options: _Options,
-        places: Sequence[GroupPlace],
+        places: Sequence[GroupPlace], pass_of: Sequence[int],
     ) -> None:  # fmt: skip
-        self.microbatch, self.update = microbatch, update
+        self.microbatch, self.update, self.pass_of = microbatch, update, pass_of
         self.options, self.places, self.count = options, places, len(options)
         self.size: dict[str, int] = {}
         self.producer: dict[str, str] = {}
@@ -86,10 +90,54 @@ class _Made:
         # keeps that order.
         for i in range(self.count):
             for at, layer in layers:
+                yield from self._gathers(at, layer, "forward", i)
                 yield self._turn(at, layer, i) if layer.turns else self._forward(at, layer, i)
+                yield from self._reductions(layer, i) if layer.turns else ()
             for at, layer in reversed(layers):
                 if not layer.turns:
+                    yield from self._gathers(at, layer, "backward", i)
                     yield self._backward(at, layer, i)
+                    yield from self._reductions(layer, i)
+
+    def _weights(self, at: int, layer: Layer, phase: str, i: int) -> tuple[str, ...]:
+        """What an op reads of its groups: with several ranks, what was gathered for the layer."""
+        if (ranks := self.microbatch.ranks) is None:
+            return tuple(f"W.{group}" for group in layer.groups)
+        when = f"{self.pass_of[i]}" if ranks.keeps_whole else f"{self.pass_of[i]}.{phase}.{at}"
+        return tuple(f"A.{group}.{when}" for group in layer.groups)
+
+    def _gathers(self, at: int, layer: Layer, phase: str, i: int) -> Iterator[Op]:
+        ranks, wholes = self.microbatch.ranks, self._weights(at, layer, phase, i)
+        for which, whole in zip(layer.groups, wholes, strict=True):
+            # Microbatches of a pass share it, with `keeps_whole` both phases do.
+            if ranks is None or whole in self.producer:
+                continue
+            group, name = self.microbatch.groups[which], f"gather.{whole[2:]}"
+            self._made_by(name, whole, group.whole_parameter_bytes)
+            yield Op(
+                name, GATHER_GROUP, _COMPUTE, (f"W.{which}",), (whole,),
+                ranks.gather_us(group.whole_parameter_bytes), module=group.name,
+                cost_origin="modelled",
+            )  # fmt: skip
+
+    def _reductions(self, layer: Layer, i: int) -> Iterator[Op]:
+        ranks = self.microbatch.ranks
+        for which in layer.gives if ranks is not None else ():
+            group, name = self.microbatch.groups[which], f"reduce.{which}.{i}"
+            is_added = i > 0 and self.places[which].sums == "device"
+            total, cost_us = f"G.{which}", ranks.reduce_us(group.whole_gradient_bytes)
+            if is_added:
+                cost_us += self.update.add_us(group.gradient_bytes, on_host=False)
+            else:
+                self._made_by(name, f"{total}.{i}" if i else total, group.gradient_bytes)
+            yield Op(
+                name, REDUCE_GROUP, _COMPUTE,
+                (f"D.{which}.{i}", *((total,) if is_added else ())),
+                () if is_added else (f"{total}.{i}" if i else total,), cost_us,
+                # The shard is there before it is added.
+                group.gradient_bytes if is_added else 0, module=group.name,
+                cost_origin="modelled", updates=(total,) if is_added else (),
+            )  # fmt: skip
 
     def sums(self) -> Iterator[Op]:
         for at, group in enumerate(self.microbatch.groups):
@@ -146,7 +194,7 @@ class _Made:
             made = (*made, self._made_by(name, f"S.{at}.{i}", option.saved_bytes))
         return Op(
             name, "remat.layer_forward", _COMPUTE,
-            (*_step_weights(layer), *(f"{one}.{i}" for one in layer.reads)), made,
+            (*self._weights(at, layer, "forward", i), *(f"{one}.{i}" for one in layer.reads)), made,
             layer.forward_us, option.forward_workspace_bytes, module=layer.name,
             cost_origin="modelled",
         )  # fmt: skip
@@ -156,7 +204,8 @@ class _Made:
         saved = (f"S.{at}.{i}",) if option.saved_bytes else ()
         reads = tuple(f"{one}.{i}" for one in dict.fromkeys((*layer.reads, *layer.back_reads)))
         return self._with_gradients(
-            f"backward.{at}.{i}", "remat.layer_backward", layer, i, (*reads, *saved),
+            f"backward.{at}.{i}", "remat.layer_backward", layer, i,
+            (*self._weights(at, layer, "backward", i), *reads, *saved),
             layer.back_makes, layer.backward_us + option.extra_us, option.backward_workspace_bytes,
         )  # fmt: skip
 
@@ -165,7 +214,8 @@ class _Made:
         option = layer.options[self.options[i][at]]
         return self._with_gradients(
             f"turn.{at}.{i}", "remat.layer_turn", layer, i,
-            tuple(f"{one}.{i}" for one in layer.reads), (*layer.makes, *layer.back_makes),
+            (*self._weights(at, layer, "forward", i), *(f"{one}.{i}" for one in layer.reads)),
+            (*layer.makes, *layer.back_makes),
             layer.forward_us + layer.backward_us + option.extra_us, option.backward_workspace_bytes,
         )  # fmt: skip
 
@@ -178,6 +228,10 @@ class _Made:
         added = list[str]()
         for at in layer.gives:
             group, place = self.microbatch.groups[at], self.places[at]
+            if self.microbatch.ranks is not None:  # it is whole until it is reduced
+                made = (*made, self._made_by(name, f"D.{at}.{i}", group.whole_gradient_bytes))
+                workspace_bytes -= group.whole_gradient_bytes
+                continue
             # While it is added, the new gradient is part of the workspace.
             if i and place.sums == "device":
                 added.append(f"G.{at}")
@@ -187,14 +241,10 @@ class _Made:
             # Here the gradient is an output, not workspace.
             workspace_bytes -= group.gradient_bytes
         return Op(
-            name, target, _COMPUTE, (*_step_weights(layer), *reads, *added), made, cost_us,
+            name, target, _COMPUTE, (*reads, *added), made, cost_us,
             max(workspace_bytes, 0), module=layer.name, cost_origin="modelled",
             updates=tuple(added),
         )  # fmt: skip
-
-
-def _step_weights(layer: Layer) -> tuple[str, ...]:
-    return tuple(f"W.{at}" for at in layer.groups)
 
 
 # Below: a step as a graph of single ops, those of a captured graph once a microbatch. The graph of

@@ -78,6 +78,14 @@ def _choices(plan: StepPlan) -> Iterator[tuple[str, str]]:
         if not isinstance(one, PlannedStep):
             why = _too_small_text(one) if isinstance(one, Short) else one
             yield "no plan", f"of {NAMED_SYSTEMS[name].title}: {why}"
+    if (ranks := plan.task.microbatch.ranks) is not None:
+        how = "whole from forward to backward" if ranks.keeps_whole else "whole for each layer"
+        yield (
+            "ranks",
+            f"{ranks.count}, parameters {how}; {ranks.here} of a machine share its host, its NVMe "
+            f"and {ranks.here * plan.task.update.host_gb_s:g} GB/s of its memory evenly; "
+            f"collectives {ranks.links}, and nothing is computed beside them",
+        )
     links, rate = plan.task.links.source or "as given", plan.task.update.host_gb_s
     modelled = f"modelled for {plan.graph.device}; links {links}; updates at {rate:g} GB/s"
     yield "costs", f"{modelled} of host memory"
