@@ -113,9 +113,12 @@ class Ranks(msgspec.Struct, frozen=True):
         return self.links.us("reduce_scatter", whole_bytes, self.count)
 
     def shard_elements(self, shape: tuple[int, ...]) -> int:
-        """Of one rank's part: equal on all, so that each rank has the same plan."""
+        return math.prod(self.shard_shape(shape))
+
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of one rank's rows: equal on all, so that each rank has the same plan."""
         first = shape[0] if shape else 1
-        return -(-first // self.count) * math.prod(shape[1:])
+        return (-(-first // self.count), *shape[1:])
 
 
 class Microbatch(msgspec.Struct, frozen=True):

@@ -60,26 +60,28 @@ def beside_collectives(links: Links, microbatch: Microbatch) -> Links:
     return replace(links, d2h=slow.d2h, h2d=slow.h2d)
 
 
-def sharded(ranks: Ranks, microbatch: Microbatch, graph: TrainingGraph) -> Microbatch:
+def in_shards(ranks: Ranks, microbatch: Microbatch, graph: TrainingGraph) -> Microbatch:
     """The microbatch with the groups of one rank: a shard of each parameter."""
-
-    def bytes_of(name: str, typed: str) -> int:
-        # A gradient's storage may be made in another shape, and shown transposed.
-        elements = ranks.shard_elements(graph.value_by_name[name].shape)
-        item_bytes = element_bytes(graph.value_by_name[typed].dtype)
-        return plan_rounding(graph.device)(elements * item_bytes)
 
     def shard_of(group: UpdateGroup) -> UpdateGroup:
         gradient_of, updated = group.gradient_of, group.updated
         shapes = (graph.value_by_name[name].shape for name in updated)
         return replace(
             group, trained=sum(map(ranks.shard_elements, shapes)),
-            parameter_bytes=sum(bytes_of(name, name) for name in gradient_of),
-            gradient_bytes=sum(bytes_of(name, gradient_of[name]) for name in updated),
+            parameter_bytes=sum(shard_bytes(ranks, graph, name, name) for name in gradient_of),
+            gradient_bytes=sum(shard_bytes(ranks, graph, p, gradient_of[p]) for p in updated),
             whole_parameter_bytes=group.parameter_bytes, whole_gradient_bytes=group.gradient_bytes,
         )  # fmt: skip
 
     return replace(microbatch, groups=tuple(map(shard_of, microbatch.groups)), ranks=ranks)
+
+
+def shard_bytes(ranks: Ranks, graph: TrainingGraph, parameter: str, typed: str) -> int:
+    """Of a parameter's shard in the type of the value `typed`: the parameter, or its gradient."""
+    # A gradient's storage may be made in another shape, and shown transposed.
+    elements = ranks.shard_elements(graph.value_by_name[parameter].shape)
+    item_bytes = element_bytes(graph.value_by_name[typed].dtype)
+    return plan_rounding(graph.device)(elements * item_bytes)
 
 
 def ranks_of(sharding: Sharding, device: str, links: RankLinks, host_gb_s: float) -> Ranks | None:

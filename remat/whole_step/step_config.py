@@ -8,9 +8,10 @@ from typing import Literal
 
 import msgspec
 
+from remat.graph_capture.distributed.sharding import GATHER, REDUCE
 from remat.graph_capture.graph import Links, Op, Tier, TrainingGraph
 from remat.whole_step.microbatch import Microbatch, Update
-from remat.whole_step.step_graph import GATHER_GROUP, REDUCE_GROUP, GroupPlace, optimizer_step
+from remat.whole_step.step_graph import GroupPlace, optimizer_step
 
 _Keeping = Literal["stream", "near", "stay"]
 """Of parameters between two layers that read them: ``stream`` drops them, ``near`` keeps those
@@ -110,8 +111,8 @@ class StepConfig(msgspec.Struct, frozen=True):
 
 def _with_collectives(graph: TrainingGraph, ops: Sequence[Op]) -> Iterator[Op]:
     """Each gather right before the first op that reads it, each reduction behind its gradient."""
-    gathers = {op.outputs[0]: op for op in graph.ops if op.target == GATHER_GROUP}
-    reductions = {op.inputs[0]: op for op in graph.ops if op.target == REDUCE_GROUP}
+    gathers = {op.outputs[0]: op for op in graph.ops if op.target == GATHER}
+    reductions = {op.inputs[0]: op for op in graph.ops if op.target == REDUCE}
     for op in ops:
         yield from (gathers.pop(name) for name in op.inputs if name in gathers)
         yield op

@@ -26,9 +26,9 @@ from remat.whole_step.microbatch import HOST_GB_S, MOMENTS, Ranks, StateKind, Up
 from remat.whole_step.planned_step import PlannedStep, Short, StepTask
 from remat.whole_step.rank_share import (
     beside_collectives,
+    in_shards,
     ranks_of,
     require_shards,
-    sharded,
     share_of,
 )
 from remat.whole_step.step_search import StepResult, fastest_in_chunks
@@ -120,7 +120,7 @@ class StepRequest:
 def step_request(
     model: nn.Module, optimizer: TorchOptimizer, *, budget: str | SupportsIndex,
     microbatches: int | None, device: str | None, host: str | SupportsIndex | None,
-    nvme: str | None,
+    nvme: str | None, sharding: Sharding = NO_SHARDING,
 ) -> StepRequest:  # fmt: skip
     from remat.graph_capture.devices.placement import resolved_device
     from remat.graph_capture.joint.gradients import require_known
@@ -139,7 +139,15 @@ def step_request(
     where = resolved_device(device, model)
     # torch's optimizers keep moments in the parameter's type.
     return StepRequest(
-        where, microbatches, moments, budget, host, nvme, "parameter", is_run=where == CPU
+        where,
+        microbatches,
+        moments,
+        budget,
+        host,
+        nvme,
+        "parameter",
+        is_run=where == CPU,
+        sharding=sharding,
     )
 
 
@@ -256,7 +264,7 @@ def planned_from(
         microbatch = microbatch_of(one)
         if ranks is None:
             return StepTask(microbatch, update, links, budget_bytes)
-        shards = sharded(ranks, microbatch, one)
+        shards = in_shards(ranks, microbatch, one)
         here = beside_collectives(share_of(ranks, links, HOST_GB_S), shards)
         return StepTask(shards, update, here, budget_bytes)
 
