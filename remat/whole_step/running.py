@@ -243,7 +243,8 @@ class WholeStep:
         optimizer.zero_grad()
 
     Gradients are those of the losses as they are. For a mean over microbatches, let `loss_fn`
-    divide by their number, as eager's loop does.
+    divide by their number, as eager's loop does. With several ranks, each gives batches of its own,
+    and the gradients of a microbatch are means over ranks before they are added.
 
     Parameters, gradients and the optimizer's state are in files where the plan has them below the
     device. Between steps the tensors of such parameters and states are empty. They are brought back
