@@ -73,7 +73,8 @@ def _choices(plan: StepPlan) -> Iterator[tuple[str, str]]:
     yield "copies", ", ".join(copies) or "none"
     busy_us, host_us = simulation.busy_us["device"], simulation.busy_us["host"]
     busy, waits, on_host = map(_long_time_text, (busy_us, simulation.time_us - busy_us, host_us))
-    yield "device", f"computes {busy} and waits {waits}; the host computes {on_host}"
+    does = "computes and communicates" if plan.task.microbatch.ranks else "computes"
+    yield "device", f"{does} {busy} and waits {waits}; the host computes {on_host}"
     for name, one in found.systems.items():
         if not isinstance(one, PlannedStep):
             why = _too_small_text(one) if isinstance(one, Short) else one
