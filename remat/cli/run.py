@@ -35,7 +35,7 @@ from remat.solver.budgets.sweep import price_of_gib
 from remat.solver.search import is_interrupted
 
 _ONE_BATCH = (  # a whole step takes none: it is limited by plans, not seconds
-    "keep", "recompute", "solver", "order", "outputs", "sharding",
+    "keep", "recompute", "solver", "order", "outputs",
     "optimizer_in_backward", "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
 
@@ -178,7 +178,7 @@ def _run_whole_step(
 
     asked = StepRequest(
         request.device or CPU, microbatches, request.optimizer, request.budget,
-        request.host or None, request.nvme or None, **state,
+        request.host or None, request.nvme or None, sharding=request.sharding, **state,
     )  # fmt: skip
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
     with session.stopwatch.stage("plan", "planning the whole step") as shown:

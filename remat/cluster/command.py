@@ -115,6 +115,8 @@ _Virtual = Annotated[int | None, _given("--virtual-stages", "stages per rank", _
 _OF_SCHEDULE = f"pipeline schedule: {', '.join(SCHEDULES)}"
 _ScheduleName = Annotated[str | None, _given("--schedule", _OF_SCHEDULE, _FIX)]
 _Shard = Annotated[int | None, _given("--shard", "ranks to shard states over", _FIX)]
+_Host = Annotated[str, typer.Option("--host", hidden=True)]
+"""Refused, with the command that plans over host memory."""
 _RunnersUp = Annotated[
     int, typer.Option("--runners-up", min=0, help="how many other meshes within 5 % to show")
 ]
@@ -128,8 +130,15 @@ def cluster_verb(
     receive_ring: _Ring = False, tp: _Tp = None, cp: _Cp = None, pp: _Pp = None,
     microbatch: _Micro = None, virtual_stages: _Virtual = None, shard: _Shard = None,
     schedule: _ScheduleName = None, runners_up: _RunnersUp = 5, output: Path | None = None,
+    host: _Host = "",
 ) -> None:  # fmt: skip
     """Plan training on a cluster: mesh, sharding, stages, recomputation. All times are modelled."""
+    if host:
+        raise DeviceError(
+            f"plan with remat run {model} --device {device} --host {host} --optimizer adamw "
+            f"--microbatches 1 --sharding kind=fsdp2,world={gpus or 8}, or leave out --host: "
+            "stages of a pipeline stay on their GPUs, and only shards come and go over host memory"
+        )
     if model.endswith(PLAN_FILES):
         plan = read_cluster_plan(read_contents(model), model)
         if gpus:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from remat.graph_capture.devices.known_devices import modelled_device, shares_of
+from remat.graph_capture.devices.links import RankLinks
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import FLOAT32_BYTES, Optimizer, Resident
 
@@ -71,7 +72,8 @@ class UpdateGroup(msgspec.Struct, frozen=True):
     `trained` : how many numbers of them are updated. `item_bytes` : of one of these.
     `parameter_bytes`, `gradient_bytes` : of all, as the allocator rounds. `gradient_of` : by the
     name of each parameter in the captured graph, the name of its gradient; empty for one that is
-    frozen. `update_workspace_bytes` : what the update of any one of them takes meanwhile.
+    frozen. `update_workspace_bytes` : what the update of any one of them takes meanwhile. With
+    several ranks, the bytes are of one's shards, and those of ``whole`` of all together.
     """
 
     name: str
@@ -81,11 +83,42 @@ class UpdateGroup(msgspec.Struct, frozen=True):
     item_bytes: int
     gradient_of: dict[str, str] = {}
     update_workspace_bytes: int = 0
+    whole_parameter_bytes: int = 0
+    whole_gradient_bytes: int = 0
 
     @property
     def updated(self) -> list[str]:
         """Names of the parameters that are not frozen."""
         return [name for name, gradient in self.gradient_of.items() if gradient]
+
+
+class Ranks(msgspec.Struct, frozen=True):
+    """The ranks that share one step, seen from one of them.
+
+    `count` : of all. `here` : of its machine. `links` : between them, as far as hosts let them.
+    `over_host` : whether collectives go by the device's link to the host. `keeps_whole` : whether
+    parameters stay whole from forward to backward (ZeRO-2) rather than only while a layer runs.
+    """
+
+    count: int
+    here: int
+    links: RankLinks
+    over_host: bool = False
+    keeps_whole: bool = False
+
+    def gather_us(self, whole_bytes: int) -> float:
+        return self.links.us("all_gather", whole_bytes, self.count)
+
+    def reduce_us(self, whole_bytes: int) -> float:
+        return self.links.us("reduce_scatter", whole_bytes, self.count)
+
+    def shard_elements(self, shape: tuple[int, ...]) -> int:
+        return math.prod(self.shard_shape(shape))
+
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of one rank's rows: equal on all, so that each rank has the same plan."""
+        first = shape[0] if shape else 1
+        return (-(-first // self.count), *shape[1:])
 
 
 class Microbatch(msgspec.Struct, frozen=True):
@@ -94,7 +127,8 @@ class Microbatch(msgspec.Struct, frozen=True):
     `layers` : in forward order; the last one turns. `sizes` : bytes of each value between layers.
     `outputs` : those that live until the step ends. `resident` : bytes that live throughout:
     buffers, one batch, what libraries keep. `draws` : whether forward draws random numbers or
-    changes buffers, so that microbatches must run one after the other.
+    changes buffers, so that microbatches must run one after the other. `ranks` : None for one; of
+    several, `groups` are the shards of one.
     """
 
     name: str
@@ -107,6 +141,7 @@ class Microbatch(msgspec.Struct, frozen=True):
     inputs: tuple[str, ...]
     cost_origin: str = msgspec.field(name="prices")
     draws: bool
+    ranks: Ranks | None = None
 
     @property
     def least_us(self) -> float:

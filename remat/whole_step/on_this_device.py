@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec.structs import replace
 
 from remat.budgets import parse_budget
 from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
-from remat.graph_capture.errors import BudgetError, CaptureError
+from remat.graph_capture.distributed.sharding import Sharding
+from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
 from remat.graph_capture.graph import Tier
 from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
 from remat.progress import stopwatch_of_call
+from remat.ranks.collective_call import CollectiveCall
 from remat.schedules.derived import in_chunks, unchunked
-from remat.schedules.schedule import ChunkedRegion, Schedule
+from remat.schedules.schedule import ChunkedRegion, Schedule, Step
+from remat.schedules.simulate import simulate
 from remat.step_spec import StepSpec, is_default
 from remat.whole_step.layers import microbatch_of
-from remat.whole_step.microbatch import MOMENTS, ParameterUpdate, Update, UpdateGroup
+from remat.whole_step.microbatch import MOMENTS, ParameterUpdate, Ranks, Update, UpdateGroup
 from remat.whole_step.op_writer import op_by_op
 from remat.whole_step.planned_step import PlannedStep, StepTask
+from remat.whole_step.rank_share import in_shards, share_of
+from remat.whole_step.step_config import StepConfig
 from remat.whole_step.step_planning import StepPlan, StepRequest, step_request
 from remat.whole_step.step_search import fastest_in_chunks
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from remat.graph_capture.costs.cache import Profile
@@ -53,6 +61,34 @@ def _parameter_updates(
     }
 
 
+def _over_shards(
+    ranks: Ranks, optimizer: Optimizer, trained: Mapping[str, nn.Parameter]
+) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+    """Stand-ins to measure with, of one rank: the parameters' shards, and their optimizer."""
+    from torch import nn
+
+    shards = {
+        name: nn.Parameter(one.new_empty(ranks.shard_shape(tuple(one.shape))))
+        for name, one in trained.items()
+    }
+    of = {id(one): shards[name] for name, one in trained.items()}
+    like = copy.copy(optimizer)
+    like.param_groups = [
+        {**group, "params": [of[id(p)] for p in group["params"] if id(p) in of]}
+        for group in optimizer.param_groups
+    ]
+    return like, shards
+
+
+def _require_rows(parameters: _Parameters) -> None:
+    for path, parameter in parameters.values():
+        if not parameter.is_contiguous():
+            raise CaptureError(
+                f"make {path} contiguous, or leave out {option('sharding')}: ranks share "
+                "parameters by rows, and its rows are not one after the other in memory"
+            )
+
+
 def _measured_update(
     optimizer: Optimizer, kind: OptimizerName, largest: nn.Parameter, device: str
 ) -> Update:
@@ -74,6 +110,14 @@ def _measured_update(
 
 _Parameters = dict[str, tuple[str, "nn.Parameter"]]
 """By its name in the graph, each parameter with the path that the user knows."""
+
+
+class _Chosen(msgspec.Struct, frozen=True):
+    """A plan, as the first rank tells it to the others."""
+
+    config: StepConfig
+    chunks: tuple[ChunkedRegion, ...]
+    steps: tuple[Step, ...]
 
 
 class StepHere:
@@ -98,7 +142,11 @@ class StepHere:
         _require_in_optimizer(self.guards, self.results, self.parameters, optimizer)
         self.costed = add_costs(traced, profile=profile, tiers=tiers)
         trained = {name: self.parameters[name][1] for name in self.results.gradient_of}
-        self.updates = _parameter_updates(optimizer, request.optimizer, trained, request.device)
+        self.ranks, of = request.ranks(), (optimizer, trained)
+        if self.ranks is not None:
+            _require_rows(self.parameters)
+            of = _over_shards(self.ranks, optimizer, trained)
+        self.updates = _parameter_updates(of[0], request.optimizer, of[1], request.device)
         largest = max(trained.values(), key=lambda one: one.numel())
         self.update = _measured_update(optimizer, request.optimizer, largest, request.device)
         self.graph = unchunked(self.costed)
@@ -123,24 +171,37 @@ class StepHere:
             return replace(group, update_workspace_bytes=max(found, default=0))
 
         assert graph.links is not None
-        microbatch = microbatch_of(graph, self.results.gradient_of)
+        microbatch, links = microbatch_of(graph, self.results.gradient_of), graph.links
+        if self.ranks is not None:
+            microbatch = in_shards(self.ranks, microbatch, graph)
+            # Links were measured here, with whatever the host's memory gives.
+            links = share_of(self.ranks, links, float("inf"))
         return StepTask(
             replace(microbatch, groups=tuple(map(with_workspace, microbatch.groups))),
             self.update,
-            request.links(graph.links),
+            request.links(links),
             parse_budget(request.budget).bytes_for(graph),
             # A CPU is its own host, so the device makes all updates.
             host_computes=False,
         )
 
-    def planned(self) -> PlannedStep:
+    def planned(self, call: CollectiveCall) -> PlannedStep:
+        """The fastest plan; on several ranks the first one's, as each has other costs."""
+        call.require_same_step(self.costed.hash)
+        chosen, task = call.from_first(self._fastest, _Chosen), self.task
+        if chosen.chunks:
+            self._run_in(chosen.chunks)
+            task = self.task
+        graph = chosen.config.graph(task.microbatch, task.update, task.links)
+        schedule = Schedule.for_graph(graph, chosen.steps, budget_bytes=task.budget_bytes)
+        return PlannedStep(chosen.config, graph, schedule, simulate(graph, schedule))
+
+    def _fastest(self) -> _Chosen:
         found = fastest_in_chunks(self.costed, self._task, self.request.microbatches)
         plan = StepPlan(self.request, *found)
         if plan.shortage:
             raise BudgetError(plan.shortage)
-        if plan.chunks:
-            self._run_in(plan.chunks)
-        return plan.best
+        return _Chosen(plan.best.config, plan.chunks, plan.schedule.steps)
 
     def _run_in(self, chunks: tuple[ChunkedRegion, ...]) -> None:
         from remat.rewriter.rewriting import trace_of_schedule
@@ -157,6 +218,7 @@ class StepHere:
         from remat.whole_step.program import actions_of
         from remat.whole_step.residents import Residents
         from remat.whole_step.running import StepCode, WholeStep, codes_of
+        from remat.whole_step.shards import ShardedResidents
 
         step, results = op_by_op(self.graph, self.task, planned, self.updates), self.results
         found = step.simulation
@@ -172,7 +234,8 @@ class StepHere:
         codes = codes_of(self.traced.joint, actions, results.place_of_gradient, tier)
         homes: dict[str, Tier] = {v.name: v.home for v in step.graph.values if v.home is not None}
         held = {name: one for name, one in self.parameters.items() if name in homes}
-        residents = Residents(self.optimizer, held, homes, tier.folders)
+        kind = Residents if self.ranks is None else ShardedResidents
+        residents = kind(self.optimizer, held, homes, tier.folders)
         trained = dict(self.parameters[name] for name in results.gradient_of)
         code = StepCode(actions, codes, results)
         return WholeStep(self.guards, self.optimizer, code, residents, step, trained)
@@ -210,9 +273,24 @@ def _require_in_optimizer(
     require_own_storages({**dict(parameters.values()), **dict(guards.model.named_buffers())})
 
 
+def _ranks_here(sharding: Sharding) -> ProcessGroup | None:
+    import torch.distributed as dist
+
+    if sharding.kind == "none":
+        return None
+    n = dist.get_world_size() if dist.is_initialized() else 1
+    if n != sharding.world_size:
+        raise DeviceError(
+            f"start {sharding.world_size} processes with torchrun, which call "
+            f"torch.distributed.init_process_group('gloo'): the sharding has so many ranks, and "
+            f"there {'is' if n == 1 else 'are'} {n} here"
+        )
+    return dist.group.WORLD
+
+
 _TAKEN = (
     "model", "args", "kwargs", "budget", "microbatches", "optimizer_in_backward", "host", "nvme",
-    "loss_fn", "target", "profile", "split", "verbose",
+    "sharding", "loss_fn", "target", "profile", "split", "verbose",
 )  # fmt: skip
 
 
@@ -233,11 +311,15 @@ def whole_step_here(given: Mapping[str, Any]) -> WholeStep:
         )
     asked = step_request(spec)
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
-    with stages.stage("solve", f"planning a whole step of {name}"):
+    group = _ranks_here(spec.sharding)
+    with (
+        stages.stage("solve", f"planning a whole step of {name}"),
+        CollectiveCall(group, "remat.rematerialize") as call,
+    ):
         captured = StepHere(
             spec.model, spec.args, spec.kwargs, asked, spec.optimizer_in_backward,
             loss_fn=spec.loss_fn, target=spec.target, profile=spec.known_profile, split=spec.split,
         )  # fmt: skip
-        step = captured.ready(captured.planned())
+        step = captured.ready(captured.planned(call))
     stages.say(f"remat: {step!r}; {stages.elapsed_s:.1f} s")
     return step

@@ -16,7 +16,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import Simulation, simulate
-from remat.whole_step.microbatch import Layer, ParameterUpdate
+from remat.whole_step.microbatch import Layer, ParameterUpdate, UpdateGroup
 from remat.whole_step.planned_step import PlannedStep, StepTask
 from remat.whole_step.step_graph import GroupPlace, OpByOp
 
@@ -49,7 +49,7 @@ class _OpWriter:
 
     def steps(self, planned: Sequence[Step]) -> list[Step]:
         # What to drop, and what to send down, depends on the runs that follow.
-        runs, found = [list(self._runs(step)) for step in planned], list[Step]()
+        runs, found = self._needed([list(self._runs(step)) for step in planned]), list[Step]()
         whole, at = set[str](), 0
         for step, each in zip(planned, runs, strict=True):
             for run in each:
@@ -70,6 +70,21 @@ class _OpWriter:
                 found += self._moved(step, at)
         return found
 
+    def _needed(self, runs: list[list[str]]) -> list[list[str]]:
+        """Without gathers of parameters that nothing reads before the next one."""
+        found, read = list[list[str]](), set[str]()
+        for each in reversed(runs):
+            kept = list[str]()
+            for run in reversed(each):
+                whole = f"A:{run.removeprefix('gather:')}"
+                if run.startswith("gather:") and whole not in read:
+                    continue
+                read.discard(whole)
+                read.update(self._values_of(run)[1])
+                kept.append(run)
+            found.append(kept[::-1])
+        return found[::-1]
+
     def _runs(self, step: Step) -> Iterator[str]:
         if not isinstance(step, Compute):
             return
@@ -77,10 +92,15 @@ class _OpWriter:
         if kind == "update":
             yield from (f"update:{p}" for p in self.parts.microbatch.groups[int(rest)].updated)
             return
+        if kind in ("gather", "reduce"):
+            which, _, rest = rest.partition(".")
+            yield from self._collectives(kind, self.parts.microbatch.groups[int(which)], rest)
+            return
         at, i = (int(number) for number in rest.split("."))
         layer, done = self.parts.microbatch.layers[at], set[str]()
         groups = (self.parts.microbatch.groups[g] for g in layer.gives)
-        added = [p for group in groups for p in group.updated] if i and kind != "forward" else []
+        is_adding = i and kind != "forward" and self.parts.microbatch.ranks is None
+        added = [p for group in groups for p in group.updated] if is_adding else []
         for name in self._of_layer(kind, layer, self.options[i][at]):
             yield f"{name}.{i}"
             # Only the first run of an op adds its gradient.
@@ -92,6 +112,15 @@ class _OpWriter:
         # The layer above has made the others: the gradient of its input is also that of a
         # parameter.
         yield from (f"add:{parameter}.{i}" for parameter in added)
+
+    def _collectives(self, kind: str, group: UpdateGroup, rest: str) -> Iterator[str]:
+        if kind == "gather":
+            yield from (f"gather:{name}" for name in group.gradient_of)
+            return
+        for name in group.updated:
+            yield f"reduce:{name}.{rest}"
+            # Right away, so that one shard at a time waits to be added.
+            yield from (f"add:{name}.{rest}",) if int(rest) else ()
 
     def _of_layer(self, kind: str, layer: Layer, option: int) -> Iterator[str]:
         """Ops of a phase of a layer; what is computed again right before the turn is forward's."""
@@ -107,6 +136,8 @@ class _OpWriter:
 
     def _require_unshared(self, run: str, read: Sequence[str], whole: set[str]) -> None:
         kind, _, rest = run.partition(":")
+        if kind in ("gather", "reduce"):
+            return
         if rest:
             # After its update, the parameter has other values.
             whole.update([rest] if kind == "update" else ())
@@ -118,18 +149,24 @@ class _OpWriter:
                     f"plan one batch, without microbatches: {run} of {self.captured.name} reads "
                     f"{one} after it was changed in place"
                 )
-        # Later microbatches are added to this gradient in place.
-        if i == "0":
-            whole.update(f"G:{one}" for one in self.parts.finished_by.get(name, ()))
+        # Later microbatches are added to this gradient in place, and ranks reduce theirs so.
+        finished = self.parts.finished_by.get(name, ())
+        if i == "0" or self.parts.microbatch.ranks is not None:
+            whole.update(self.parts.value(self.parts.gradient_of[p], int(i)) for p in finished)
 
     def _values_of(self, run: str) -> tuple[list[str], list[str]]:
         """What a run makes and reads, of the values that it may be the last to touch."""
         kind, _, rest = run.partition(":")
         if kind == "update":
             return [], [f"G:{rest}"]
-        if kind == "add":
+        if kind == "gather":
+            return [f"A:{rest}"], []
+        if kind in ("add", "reduce"):
             parameter, i = rest.rsplit(".", 1)
-            return [], [self.parts.value(self.parts.gradient_of[parameter], int(i))]
+            summand = self.parts.summand(parameter, int(i))
+            if kind == "add":
+                return [], [summand]
+            return [summand], [self.parts.value(self.parts.gradient_of[parameter], int(i))]
         name, i = run.rsplit(".", 1)
         op, number = self.ops[name], int(i)
         if op.target == TANGENTS:
@@ -137,11 +174,11 @@ class _OpWriter:
             given = [v for v in self.captured.forward_outputs if v not in self.outputs]
             return [], [self.parts.value(v, number) for v in given]
         value_of = self.captured.value_by_name
-        read = [v for v in op.inputs if value_of[v].producer and value_of[v].kind != "tangent"]
-        return (
-            [self.parts.value(v, number) for v in op.outputs if v not in self.outputs],
-            [self.parts.value(v, number) for v in read if v not in self.outputs],
-        )
+        read = [self.parts.read(v, number) for v in op.inputs
+                if v not in self.outputs and value_of[v].kind != "tangent"
+                and (value_of[v].producer or self.parts.read(v, number) != v)]  # fmt: skip
+        made = [self.parts.value(v, number) for v in op.outputs if v not in self.outputs]
+        return made, read
 
     def _dead_after(self, run: str, at: int) -> list[str]:
         made, read = self._values_of(run)
@@ -162,6 +199,8 @@ class _OpWriter:
         kind, _, rest = step.value.partition(".")
         if kind in ("W", "O", "G"):
             yield from self._moved_group(step, kind, int(rest))
+            return
+        if kind in ("A", "D"):  # what is whole never moves, and goes after its last use
             return
         for name in self._members(step.value, at):
             if isinstance(step, Free) and step.at == "device":

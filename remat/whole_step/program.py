@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx
 
+from remat.graph_capture.distributed.sharding import GATHER, REDUCE
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
@@ -55,7 +56,18 @@ class StepOf:
     parameter: str
 
 
-StepAction = Resume | Add | StepOf | Fetch | Offload | Free
+@dataclass(frozen=True)
+class Gather:
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Reduce:
+    parameter: str
+    microbatch: int
+
+
+StepAction = Resume | Add | StepOf | Gather | Reduce | Fetch | Offload | Free
 
 
 @dataclass
@@ -76,8 +88,8 @@ class _Cut:
         for step in steps:
             if isinstance(step, Compute):
                 yield from self._compute(step)
-            # Copies and drops of values with a home come between segments.
-            elif step.value.startswith("G:") or step.value in self.moving:
+            # Copies and drops of values with a home come between segments, and those of ranks.
+            elif step.value.startswith(("G:", "A:", "R:")) or step.value in self.moving:
                 yield from self._closed()
                 yield step
             else:
@@ -89,14 +101,16 @@ class _Cut:
 
     def _compute(self, step: Compute) -> Iterator[StepAction]:
         op = self.graph.ops[self.graph.op_index[step.op]]
-        if op.target == STEP:
+        name = step.op.partition(":")[2]
+        if op.target in (STEP, GATHER):
             yield from self._closed()
-            yield StepOf(step.op.partition(":")[2])
+            yield StepOf(name) if op.target == STEP else Gather(name)
             return
         rest, i = step.op.rsplit(".", 1)
-        if op.target == ADD:
+        if op.target in (ADD, REDUCE):
             yield from self._closed()
-            yield Add(rest.partition(":")[2], int(i))
+            parameter = rest.partition(":")[2]
+            yield Add(parameter, int(i)) if op.target == ADD else Reduce(parameter, int(i))
             return
         yield from self._opened(int(i))
         self.steps.append(Compute(rest))

@@ -218,9 +218,9 @@ _COUNT = "step"
 """The key of an optimizer's state under which it counts steps: a number, which stays in memory."""
 
 
-def moments(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
+def moments(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    return [one for key, one in state.items() if key != _COUNT and isinstance(one, Tensor)]
+    return {key: t for key, t in state.items() if key != _COUNT and isinstance(t, Tensor)}
 
 
 @dataclass
@@ -237,18 +237,35 @@ class Residents:
     held: dict[str, Held] = field(default_factory=dict[str, Held])
 
     def __post_init__(self) -> None:
+        self.hold()
+
+    def hold(self) -> None:
         for name, (path, parameter) in self.parameters.items():
             self.held[name] = Held(path, [parameter], self.folders)
             if f"O:{name}" in self.homes:
-                kept = moments(self.optimizer, parameter)
+                kept = moments(self.optimizer, parameter).values()
                 self.held[f"O:{name}"] = Held(f"the state of {path}", kept, self.folders)
+
+    def begin(self) -> None:
+        """Before the guards of a step, which compare tensors with those of the capture."""
+        self.attach()
+
+    def require_whole(self) -> None:
+        """Nothing to do on one rank: `bring_back` has made all whole."""
+
+    def make_whole(self) -> None:
+        self.bring_back()
+
+    def owned(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """While a parameter is updated, the user's tensor is what this rank has of it."""
+        return contextlib.nullcontext()
 
     def attach(self) -> None:
         """Give the user's tensors their storages back, and take over what the user has replaced."""
         with uninterrupted():
             for name, one in self.held.items():
                 if name.startswith("O:"):
-                    now = moments(self.optimizer, self.parameters[name[2:]][1])
+                    now = [*moments(self.optimizer, self.parameters[name[2:]][1]).values()]
                     # An optimizer's `load_state_dict` makes new tensors, whose bytes are in memory.
                     if [id(t) for t in now] != [id(t) for t in one.tensors]:
                         one.is_in_memory = True
@@ -316,7 +333,7 @@ class MemoryWatch:
         if self._handles or model is None or optimizer is None:
             return
         hear = _BringBack(self.residents)
-        self._handles.append(model.register_forward_pre_hook(hear))
+        self._handles.append(model.register_forward_pre_hook(_Whole(self.residents)))
         for one in (model, optimizer):
             self._handles.append(one.register_state_dict_pre_hook(hear))
             self._handles.append(one.register_load_state_dict_pre_hook(hear))
@@ -344,4 +361,11 @@ class _BringBack:
                 "parameters are below the device cannot be copied or pickled"
             )
         # A copied model owns its tensors, so its hook does nothing.
-        return _BringBack, ()
+        return type(self), ()
+
+
+class _Whole(_BringBack):
+    def __call__(self, *_: Any, **__: Any) -> None:
+        super().__call__()
+        if self.residents is not None:
+            self.residents.require_whole()

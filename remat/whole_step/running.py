@@ -25,8 +25,18 @@ from remat.rewriter.guards.forward import Guards
 from remat.rewriter.tiers.file_tier import TierCopies
 from remat.schedules.schedule import Fetch, Offload, Schedule, Step
 from remat.whole_step.op_writer import StepOfOps
-from remat.whole_step.program import Add, JointResults, Resume, Segment, StepAction, StepOf
+from remat.whole_step.program import (
+    Add,
+    Gather,
+    JointResults,
+    Reduce,
+    Resume,
+    Segment,
+    StepAction,
+    StepOf,
+)
 from remat.whole_step.residents import Held, MemoryWatch, Residents, moments, uninterrupted
+from remat.whole_step.shards import ShardedResidents
 
 
 def _microbatch_code(
@@ -147,6 +157,8 @@ class StepRun:
             total.whole[0].add_(gradient)
         elif isinstance(action, StepOf):
             self._step(action.parameter)
+        elif isinstance(action, Gather | Reduce):
+            self._communicate(action)
         elif isinstance(action, Fetch):
             self.held[action.value].fetch(action.to)
         elif isinstance(action, Offload):
@@ -155,6 +167,28 @@ class StepRun:
             self.held[action.value].forget_below(action.at)
         elif action.value in self.held:  # a gradient that is not summed goes with its addition
             self.held[action.value].leave()
+        elif action.value.startswith("A:"):
+            self._ranks.drop(action.value[2:])
+
+    @property
+    def _ranks(self) -> ShardedResidents:
+        assert isinstance(self.residents, ShardedResidents)
+        return self.residents
+
+    def _communicate(self, action: Gather | Reduce) -> None:
+        if isinstance(action, Gather):
+            self._ranks.gather(action.parameter)
+            return
+        key = action.parameter, action.microbatch
+        self._take(*key, self._ranks.reduced(self.waiting.pop(key)))
+
+    def _take(self, name: str, i: int, gradient: Tensor) -> None:
+        # The first microbatch's gradient becomes the sum.
+        if i:
+            self.waiting[name, i] = gradient
+        else:
+            what = f"the gradient of {self.residents.parameters[name][0]}"
+            self.held[f"G:{name}"] = Held(what, [gradient], self.residents.folders)
 
     def _resume(self, action: Resume) -> None:
         for name in action.reads:
@@ -173,12 +207,10 @@ class StepRun:
                 self.inputs[i][written].copy_(found[place])
         for name in segment.gradients:
             gradient = found.pop(self.code.results.place_of_gradient[name])
-            # The first microbatch's gradient becomes the sum.
-            if i:
-                self.waiting[name, i] = gradient
+            if isinstance(self.residents, ShardedResidents):
+                self.waiting[name, i] = gradient  # whole, until it is reduced
             else:
-                what = f"the gradient of {self.residents.parameters[name][0]}"
-                self.held[f"G:{name}"] = Held(what, [gradient], self.residents.folders)
+                self._take(name, i, gradient)
 
     def _step(self, name: str) -> None:
         for one in (name, f"O:{name}", f"G:{name}"):
@@ -186,7 +218,7 @@ class StepRun:
                 self.held[one].arrive()
         parameter, state = self.residents.parameters[name][1], self.held.get(f"O:{name}")
         # Ctrl-C waits: an update happens completely or not at all.
-        with uninterrupted():
+        with uninterrupted(), self.residents.owned(name):
             self.updating = name
             # Lower copies lack this update.
             self.held[name].copied.clear()
@@ -195,7 +227,7 @@ class StepRun:
             parameter.grad = None
             if state is not None:
                 # The first step creates the state.
-                state.adopt(moments(self.optimizer, parameter))
+                state.adopt(moments(self.optimizer, parameter).values())
             self.updated.append(name)
             self.updating = ""
 
@@ -211,7 +243,8 @@ class WholeStep:
         optimizer.zero_grad()
 
     Gradients are those of the losses as they are. For a mean over microbatches, let `loss_fn`
-    divide by their number, as eager's loop does.
+    divide by their number, as eager's loop does. With several ranks, each gives batches of its own,
+    and the gradients of a microbatch are means over ranks before they are added.
 
     Parameters, gradients and the optimizer's state are in files where the plan has them below the
     device. Between steps the tensors of such parameters and states are empty. They are brought back
@@ -273,12 +306,21 @@ class WholeStep:
         finally:
             self._lock.release()
 
-    def bring_back(self) -> None:
-        """Bring all parameters and states into memory; the next step sends them down again."""
-        self._residents.bring_back()
+    def bring_back(self, *, whole: bool = False) -> None:
+        """Bring all parameters and states into memory; the next step sends them down again.
+
+        With several ranks, each has its shards then: rows of the first dimension. `whole`, called
+        on all ranks, gives each all of them, as to save or to evaluate the model.
+        """
+        if whole:
+            self._residents.make_whole()
+        else:
+            self._residents.bring_back()
 
     def close(self) -> None:
-        """Bring all back for good; no further step can be taken."""
+        """Bring all back for good, on all ranks at once; no further step can be taken."""
+        if not self._is_closed:
+            self._residents.make_whole()
         self._is_closed = True
         _end(self._watch, self._residents)
 
@@ -328,7 +370,7 @@ class WholeStep:
         run: StepRun | None = None
         try:
             # Guards compare shapes, and tensors at rest are empty.
-            self._residents.attach()
+            self._residents.begin()
             inputs = [self._inputs(batch) for batch in batches]
             # Refuse before anything leaves the device.
             if not self._guards.model.training:

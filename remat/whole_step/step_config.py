@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
+from remat.graph_capture.distributed.sharding import GATHER, REDUCE
 from remat.graph_capture.graph import Links, Op, Tier, TrainingGraph
 from remat.whole_step.microbatch import Microbatch, Update
 from remat.whole_step.step_graph import GroupPlace, optimizer_step
@@ -68,7 +70,8 @@ class StepConfig(msgspec.Struct, frozen=True):
             parameters: Tier = "device" if tier == "device" else "host"
             places.append(GroupPlace(parameters, tier, "device" if here else self.sums))
         options = tuple(one.options for one in self.passes for _ in range(one.microbatches))
-        return optimizer_step(microbatch, update, options, places, links)
+        passes = [one.microbatches for one in self.passes]
+        return optimizer_step(microbatch, update, options, places, links, passes)
 
     def device_order(self, microbatch: Microbatch, graph: TrainingGraph) -> list[Op]:
         names = list[str]()
@@ -88,7 +91,8 @@ class StepConfig(msgspec.Struct, frozen=True):
                 here = (g for g in own if "device" in (self.state[g], self.updates))
                 names += [f"update.{g}" for g in here if microbatch.groups[g].trained]
         names += [f"update.{at}" for at in self.updated_on_device(microbatch)]
-        return [graph.ops[graph.op_index[name]] for name in names]
+        ops = [graph.ops[graph.op_index[name]] for name in names]
+        return ops if microbatch.ranks is None else list(_with_collectives(graph, ops))
 
     def updated_on_device(self, microbatch: Microbatch) -> list[int]:
         """Groups that the device updates though their state is on the host, in order."""
@@ -103,6 +107,16 @@ class StepConfig(msgspec.Struct, frozen=True):
     def state_is_on_nvme(self, value: str) -> bool:
         kind, _, at = value.partition(".")
         return kind == "O" and self.state[int(at)] == "nvme"
+
+
+def _with_collectives(graph: TrainingGraph, ops: Sequence[Op]) -> Iterator[Op]:
+    """Each gather right before the first op that reads it, each reduction behind its gradient."""
+    gathers = {op.outputs[0]: op for op in graph.ops if op.target == GATHER}
+    reductions = {op.inputs[0]: op for op in graph.ops if op.target == REDUCE}
+    for op in ops:
+        yield from (gathers.pop(name) for name in op.inputs if name in gathers)
+        yield op
+        yield from (reductions[name] for name in op.outputs if name in reductions)
 
 
 def full_recompute(microbatch: Microbatch) -> tuple[int, ...]:

@@ -16,13 +16,21 @@ from remat.budgets import parse_budget
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.devices.known_devices import CPU, device_table, is_in_table
 from remat.graph_capture.devices.memory import lower_tiers
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
 from remat.graph_capture.graph import Link, Links, Optimizer, TrainingGraph
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import Simulation
 from remat.whole_step.layers import microbatch_of
-from remat.whole_step.microbatch import MOMENTS, StateKind, Update
+from remat.whole_step.microbatch import HOST_GB_S, MOMENTS, Ranks, StateKind, Update
 from remat.whole_step.planned_step import PlannedStep, Short, StepTask
+from remat.whole_step.rank_share import (
+    beside_collectives,
+    in_shards,
+    ranks_of,
+    require_shards,
+    share_of,
+)
 from remat.whole_step.step_search import StepResult, fastest_in_chunks
 
 if TYPE_CHECKING:
@@ -41,6 +49,7 @@ class StepRequest:
     the device, in bytes or ``auto``. `host`, `nvme` : as of `remat.capture`. `nvme_gb_s` :
     sustained rate of NVMe each way, in 10^9 bytes a second; None for that of the drive in the
     table. `is_run` : whether the step is to be run here too, rather than planned alone.
+    `sharding` : over how many ranks; the budget is one rank's, host and NVMe are a machine's.
     """
 
     device: str
@@ -52,8 +61,10 @@ class StepRequest:
     state: StateKind = "float32"
     nvme_gb_s: float | None = None
     is_run: bool = False
+    sharding: Sharding = NO_SHARDING
 
     def __post_init__(self) -> None:
+        require_shards(self.sharding)
         if self.microbatches < 1:
             raise BudgetError(
                 f"give 1 or more microbatches: {self.microbatches} leave nothing to train on"
@@ -86,6 +97,14 @@ class StepRequest:
             )
         lower_tiers(self.host, self.nvme, self.device)  # raises if they cannot be read
 
+    def ranks(self, title: str = "", profile: Profile | None = None) -> Ranks | None:
+        if self.sharding.kind == "none":
+            return None
+        from remat.graph_capture.distributed.collective_costs import links_of_step
+
+        links = links_of_step(self.device, title, profile)
+        return ranks_of(self.sharding, self.device, links, HOST_GB_S)
+
     def links(self, links: Links) -> Links:
         if self.nvme_gb_s is None or links.write is None or links.read is None:
             return links
@@ -112,7 +131,7 @@ def step_request(spec: StepSpec) -> StepRequest:
     # torch's optimizers keep moments in the parameter's type.
     return StepRequest(
         resolved_device(None, spec.model), spec.microbatches, moments, spec.budget, spec.host,
-        spec.nvme, "parameter", is_run=True,
+        spec.nvme, "parameter", is_run=True, sharding=spec.sharding,
     )  # fmt: skip
 
 
@@ -161,8 +180,13 @@ class StepPlan:
         short, links = self.found.short, self.task.links
         if self.found.plan is not None or short is None:
             return ""
-        rooms = {"device": self.task.budget_bytes, "host": links.host_bytes}
-        asked = [option(_OPTION_OF[one.tier], budget_text(one.need_bytes)) for one in self.enough]
+        ranks = self.task.microbatch.ranks
+        sharers = {"device": 1, "host": ranks.here if ranks else 1}  # the host is a machine's
+        rooms = {"device": self.task.budget_bytes, "host": links.host_bytes * sharers["host"]}
+        asked = [
+            option(_OPTION_OF[one.tier], budget_text(one.need_bytes * sharers[one.tier]))
+            for one in self.enough
+        ]
         given = [
             f"{bytes_text(rooms[one.tier])} on the {one.tier}" for one in self.enough or [short]
         ]
@@ -173,8 +197,9 @@ class StepPlan:
         )
 
     def tokens_per_s(self, simulation: Simulation) -> float:
-        """Tokens of the step over its time; 0 where the batch has no ids of tokens."""
+        """Of all ranks: tokens of the step over its time; 0 where the batch has no ids of them."""
         tokens = self.request.microbatches * self.task.microbatch.n_tokens
+        tokens *= self.request.sharding.world_size
         return tokens / simulation.time_us * 1e6
 
     def __repr__(self) -> str:
@@ -214,11 +239,17 @@ def planned_from(
             "a host"
         )
     told("looking at the layers")
-    update = Update.on(request.device, request.optimizer, request.state)
+    ranks, links = request.ranks(), request.links(graph.links)
+    host_gb_s = HOST_GB_S / (ranks.here if ranks else 1)
+    update = Update.on(request.device, request.optimizer, request.state, host_gb_s)
     budget_bytes = parse_budget(request.budget).bytes_for(graph)
-    links = request.links(graph.links)
 
     def task_of(one: TrainingGraph) -> StepTask:
-        return StepTask(microbatch_of(one), update, links, budget_bytes)
+        microbatch = microbatch_of(one)
+        if ranks is None:
+            return StepTask(microbatch, update, links, budget_bytes)
+        shards = in_shards(ranks, microbatch, one)
+        here = beside_collectives(share_of(ranks, links, HOST_GB_S), shards)
+        return StepTask(shards, update, here, budget_bytes)
 
     return StepPlan(request, *fastest_in_chunks(graph, task_of, request.microbatches, told))

@@ -73,11 +73,20 @@ def _choices(plan: StepPlan) -> Iterator[tuple[str, str]]:
     yield "copies", ", ".join(copies) or "none"
     busy_us, host_us = simulation.busy_us["device"], simulation.busy_us["host"]
     busy, waits, on_host = map(_long_time_text, (busy_us, simulation.time_us - busy_us, host_us))
-    yield "device", f"computes {busy} and waits {waits}; the host computes {on_host}"
+    does = "computes and communicates" if plan.task.microbatch.ranks else "computes"
+    yield "device", f"{does} {busy} and waits {waits}; the host computes {on_host}"
     for name, one in found.systems.items():
         if not isinstance(one, PlannedStep):
             why = _too_small_text(one) if isinstance(one, Short) else one
             yield "no plan", f"of {NAMED_SYSTEMS[name].title}: {why}"
+    if (ranks := plan.task.microbatch.ranks) is not None:
+        how = "whole from forward to backward" if ranks.keeps_whole else "whole for each layer"
+        yield (
+            "ranks",
+            f"{ranks.count}, parameters {how}; {ranks.here} of a machine share its host, its NVMe "
+            f"and {ranks.here * plan.task.update.host_gb_s:g} GB/s of its memory evenly; "
+            f"collectives {ranks.links}, and nothing is computed beside them",
+        )
     links, rate = plan.task.links.source or "as given", plan.task.update.host_gb_s
     modelled = f"modelled for {plan.graph.device}; links {links}; updates at {rate:g} GB/s"
     yield "costs", f"{modelled} of host memory"

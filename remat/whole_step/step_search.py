@@ -442,6 +442,10 @@ def least_step_us(task: StepTask, microbatches: int, saved_us: float = 0.0) -> f
     # The device computes each microbatch once. State that fits neither device nor host starts on
     # NVMe, comes up once and goes back.
     device_us = microbatches * (microbatch.least_us - saved_us)
+    # It waits for collectives: each parameter is gathered, each gradient reduced.
+    for group in microbatch.groups if (ranks := microbatch.ranks) is not None else ():
+        device_us += ranks.gather_us(group.whole_parameter_bytes)
+        device_us += microbatches * ranks.reduce_us(group.whole_gradient_bytes)
     resting_bytes = sum(g.parameter_bytes + task.update.state_bytes(g) for g in microbatch.groups)
     below_bytes = max(resting_bytes - links.host_bytes - task.budget_bytes, 0)
     ways = [way for way in (links.read, links.write) if way is not None]

@@ -38,6 +38,14 @@ def test_the_plan_stands_beside_named_systems(remat: Remat) -> None:
     assert "planned, not run" in said
 
 
+def test_ranks_show_what_they_share(remat: Remat) -> None:
+    done = remat(*ASKED, "--sharding", "kind=fsdp2,world=4", columns=400)
+    assert done.exit_code == 0, done.output
+    assert "host 1.00 MiB" in done.stdout  # of 4 MiB, which 4 ranks share
+    assert "ranks" in done.stdout
+    assert "4 of a machine share its host, its NVMe and 60 GB/s of its memory" in done.stdout
+
+
 def test_json_has_plain_figures(remat: Remat) -> None:
     done = remat(*ASKED, "--json", "--nvme", "/mnt/nvme:1GiB", "--nvme-gb-s", "5")
     assert done.exit_code == 0, done.output
@@ -70,6 +78,10 @@ def test_json_has_plain_figures(remat: Remat) -> None:
         (("--compare",), "leave out --compare: a plan of --microbatches is not run"),
         (("--price-of-gib",), "leave out --price-of-gib: a plan"),
         (("-o", "plan.json"), "leave out plan.json: a plan"),
+        (
+            ("--sharding", "kind=ddp,world=2"),
+            "choose the sharding fsdp2, or leave out --microbatches",
+        ),
         (("--budget", "min"), "'min' only makes sense without microbatches"),
     ],
 )

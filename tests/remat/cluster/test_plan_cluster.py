@@ -167,6 +167,10 @@ def test_nothing_fits_ends_with_3() -> None:
 
 REFUSED = [
     ((SMALL, "--gpus", "8"), "give --batch"),
+    (
+        (SMALL, *SIZES, "--host", "64GiB"),
+        "--host 64GiB --optimizer adamw --microbatches 1 --sharding kind=fsdp2,world=8, or leave",
+    ),
     ((SMALL, *SIZES, "--tp", "3"), "divides 8 GPUs: tp 3 x cp 1 x pp 1 does not"),
     ((SMALL, *SIZES, "--tp", "4"), "cannot be split over tp 4: with a part of its heads"),
     ((SMALL, *SIZES, "--tp", "8"), "--tp 8 spans nodes of 4 GPUs"),

@@ -1,0 +1,1 @@
+"""Whole optimizer steps on ranks."""
