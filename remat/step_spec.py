@@ -94,8 +94,9 @@ class StepSpec:
     @property
     def reduced_by_block(self) -> dict[str, bool]:
         """What a table of pairs need not hold against a model whose blocks are sharded: gradients
-        of each are whole when its backward ends."""
-        if self.blocks is None or self.sharding.kind != "fsdp2":
+        of each are whole when its backward ends. Nor against a whole step, which reduces them."""
+        is_by_part = self.blocks is not None and self.sharding.kind == "fsdp2"
+        if not (is_by_part or self.microbatches is not None):
             return {}
         return {"sharding": False, "group": False}
 
