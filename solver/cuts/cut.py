@@ -233,7 +233,8 @@ def begin_window_cuts(search: Search, plain: State, gap: float, has_start: bool)
         offer_first(search, plain, is_patient=True)
     if is_best:
         return windows
-    if not has_start and (is_wide or has_several):
+    # Behind several cuts, lower targets of one took a second and found nothing.
+    if not has_start and (search.best is None if is_wide else has_several):
         _offer_targets(search, lazy.cuts[0], gap)
     return Windows(search.problem, [lazy], bound_us=lazy.bound_us)
 
