@@ -189,7 +189,7 @@ def _with_less(search: Search, state: State, limit_bytes: int) -> State | None:
     chosen = _ops_at(state, np.flatnonzero(state.peak_bytes > limit_bytes).tolist())
     if len(chosen) > _MOST_CHOSEN:
         return None
-    runs = [sorted(stage.recomputed) for stage in state.stages]
+    runs = state.runs
     stages_of = candidate_stages(problem, runs, chosen, FEW_STAGES)
     room_bytes, running = limit_bytes - problem.resident_bytes, RunningSolvers()
     effort = TryLimits(stopping.LEAST_NEIGHBOURHOOD, search.left_s)
