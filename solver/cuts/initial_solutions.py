@@ -197,8 +197,10 @@ def _with_less(search: Search, state: State, limit_bytes: int) -> State | None:
         lambda: try_events(problem, runs, stages_of, room_bytes, inf, effort, running), running.stop
     ) as trying:
         found = trying.wait()
-    lower = found.runs and State.from_recomputed(problem, found.runs)
-    return lower if lower and _most_bytes(lower) <= limit_bytes else None
+    if found.runs is None:
+        return None
+    lower = State.from_recomputed(problem, found.runs)
+    return lower if _most_bytes(lower) <= limit_bytes else None
 
 
 def _ops_at(state: State, stages: Sequence[int]) -> list[int]:
