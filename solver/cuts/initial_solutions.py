@@ -110,7 +110,8 @@ _LEAST_TARGETS = (0.05, 0.2)  # of the room from the largest working set to the 
 
 def offer_least_peak(search: Search, plain: State) -> None:
     """Name the least peak known, or take its schedule if it fits after all."""
-    search.offer_least(plain)  # the ways down may take all the time: so much is known at once
+    if search.is_large:  # the ways down may take all the time: so much is known at once
+        search.offer_least(plain)
     prove_nothing_fits(search)
     if search.out_of_time():
         return
