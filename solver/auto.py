@@ -69,7 +69,7 @@ class Improvement:
         self.seed, self.workers, self.stalled = seed, workers, 0
         self.cuts_limit = stopping.LARGE_CUTS if search.is_large else stopping.CUTS
         self.effort, self.least_effort = 0.0, stopping.FIRST_ROUND
-        self.guide: Runs = ()
+        self.guide: Runs = lazy.start.runs if lazy.start is not None else ()
         self.around: LargeNeighbourhoods | None = None
 
     def run(self) -> None:
@@ -110,7 +110,7 @@ class Improvement:
             offer_climbed(self.search, climbed)
             # The guide need not fit: the stages in which it recomputes are worth a try.
             if climbed.start is not None and climbed.solution.finished:
-                self.guide = [sorted(stage.recomputed) for stage in climbed.start.stages]
+                self.guide = climbed.start.runs
         if not found[-1].solution.finished:
             self.cuts_limit = self.cuts_limit.longer(_PATIENCE)
         is_higher = self.lazy.bound_us > before_us * (1 + 1e-6)

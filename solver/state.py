@@ -273,6 +273,11 @@ class State:
         return sum(stage.cost_us for stage in self.stages)
 
     @property
+    def runs(self) -> list[list[int]]:
+        """What runs again in each stage, in captured order."""
+        return [sorted(stage.recomputed) for stage in self.stages]
+
+    @property
     def peak_bytes(self) -> Bytes:
         """Of each stage, resident bytes included."""
         return self.entry_bytes + self.rise_bytes + self.problem.resident_bytes

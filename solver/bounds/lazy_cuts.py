@@ -224,8 +224,12 @@ _PATIENCE = 0.5  # how much less a window is worth another try after each limit
 class Windows:
     """Windows in the order of their stages, and their bound together."""
 
-    def __init__(self, problem: Problem, parts: list[LazyCuts], bound_us: float = 0.0) -> None:
+    def __init__(
+        self, problem: Problem, parts: list[LazyCuts], bound_us: float = 0.0,
+        start: State | None = None,
+    ) -> None:  # fmt: skip
         self.problem, self.parts, self.bound_us = problem, parts, bound_us
+        self.start = start  # of programs that were solved before
         # What the best schedule runs again in each stage: windows far above their proof come first.
         self.spent_us: Sequence[float] = ()
         self.solutions: list[CutSolution | None] = [None] * len(parts)  # the last one of each

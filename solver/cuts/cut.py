@@ -224,8 +224,9 @@ def begin_window_cuts(search: Search, plain: State, gap: float, has_start: bool)
     lazy = begin(search, plain, gap, has_start=is_begun, policies=True, if_narrow=if_narrow)
     if lazy is None:
         return None
+    start = None
     if is_wide := if_narrow and search.is_open(max(gap, _WIDE)):
-        _choose_cuts(search, lazy, gap)
+        start = _choose_cuts(search, lazy, gap)
     is_best = has_several and _say_more(search, windows, lazy, gap)
     if is_best:
         _take_relaxed(search, windows, gap)
@@ -233,13 +234,18 @@ def begin_window_cuts(search: Search, plain: State, gap: float, has_start: bool)
         offer_first(search, plain, is_patient=True)
     if is_best:
         return windows
-    if not has_start and (is_wide or has_several):
+    # Behind several cuts, lower targets of one took a second and found nothing.
+    if not has_start and (search.best is None if is_wide else has_several):
         _offer_targets(search, lazy.cuts[0], gap)
-    return Windows(search.problem, [lazy], bound_us=lazy.bound_us)
+    return Windows(search.problem, [lazy], lazy.bound_us, start)
 
 
-def _choose_cuts(search: Search, lazy: LazyCuts, gap: float) -> None:
-    """On layered graphs two cuts prove twice as much as one, and five four times."""
+def _choose_cuts(search: Search, lazy: LazyCuts, gap: float) -> State | None:
+    """On layered graphs two cuts prove twice as much as one, and five four times.
+
+    Returns the start of the last program.
+    """
+    start = None
     search.say("choosing more cuts")
     most, iterations = stopping.RELAXED_CUTS, stopping.RELAXED_ITERATIONS
     for start in lazy.climb_relaxed(most, iterations, stopping.RELAXED.of(search.left_s)):
@@ -247,7 +253,8 @@ def _choose_cuts(search: Search, lazy: LazyCuts, gap: float) -> None:
         # Far starts from a closer program: on random wiring 27 % of overhead, from one cut 55 %.
         repair_from(search, start, stopping.RELAXED_REPAIRS.from_now(search.work), _POWERS[2:])
         if not search.is_open(gap):
-            return
+            break
+    return start
 
 
 def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> bool:

@@ -273,6 +273,16 @@ class RunningSolvers:
             solver.stop_search()
 
 
+def try_events(
+    problem: Problem, runs: Runs, stages_of: dict[int, list[int]], room_bytes: int, below_us: float,
+    effort: TryLimits, running: RunningSolvers,
+) -> Tried:  # fmt: skip
+    """Solve for ops that may run again at `stages_of`, all others as in `runs`."""
+    program = EventBuilder(problem, runs, stages_of).build(room_bytes)
+    fixed = [op for op in range(problem.n_ops) if op not in stages_of]
+    return solve_events(program, runs, fixed, below_us, effort, running)
+
+
 def solve_events(
     program: EventProgram, base: Runs, fixed: Sequence[int], below_us: float, effort: TryLimits,
     running: RunningSolvers,

@@ -32,3 +32,10 @@ def test_a_row_has_the_gap_to_the_best_bound_of_all() -> None:
     assert "gap" in cells[1][4]
     (best,) = {row[4].split(",")[0] for row in cells[:1]}
     assert float(best.split()[0]) > 0
+
+
+def test_a_row_of_the_least_peak_says_how_far_it_is_above_its_bound() -> None:
+    (row,) = rows_of("chain", chain(6), ["least"], ["auto"], (20.0,))
+    share, above = (row.split("|")[at].split("%")[0] for at in (3, 5))
+    assert 0 < float(share) < 100
+    assert 0 <= float(above) < 50

@@ -17,6 +17,7 @@ from remat.solver.bounds.least_peak import (
     floor_of,
     floor_text,
 )
+from remat.solver.cuts import initial_solutions
 from remat.solver.cuts.initial_solutions import offer_least_peak
 from remat.solver.problem import Problem
 from remat.solver.search import Search
@@ -126,6 +127,24 @@ def test_no_least_budget_is_above_square_root_checkpointing() -> None:
     search = Search(graph, 0, "test", AMPLE_S)
     offer_least_peak(search, store_all_state(search.problem))
     assert search.lowest_bytes <= checkpointed == 19
+
+
+@pytest.mark.parametrize(("count", "repaired_bytes", "least_bytes"), [(29, 33, 25), (62, 18, 16)])
+def test_where_no_repair_lowers_the_peak_full_moments_are_solved(
+    count: int, repaired_bytes: int, least_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = random.Random(11)
+    graph = [random_graph(source, 9, source.randint(0, 9)) for _ in range(count)][-1]
+
+    def least_found() -> int:
+        search = Search(graph, 0, "test", AMPLE_S)
+        offer_least_peak(search, store_all_state(search.problem))
+        return search.lowest_bytes
+
+    assert least_found() == least_bytes
+    assert least_time_us(graph, least_bytes - 1) is None
+    monkeypatch.setattr(initial_solutions, "_MOST_CHOSEN", 0)
+    assert least_found() == repaired_bytes
 
 
 def test_another_order_may_avoid_it() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve_within
+from remat.solver.auto import Improvement
 from remat.solver.cuts.cut import begin_window_cuts
 from remat.solver.search import Search
 from remat.solver.state import store_all_state
@@ -38,6 +39,10 @@ def test_one_cut_stays_the_only_window_where_full_stages_share_most() -> None:
     (window,) = windows.parts
     assert len(window.cuts) > 1, "one cut, and what points violate"
     assert windows.bound_us == window.bound_us == search.bound_us
+    assert windows.start is not None, "neighbourhoods begin without a guide"
+    guided = Improvement(search, windows, GAP).guide
+    assert guided == windows.start.runs
+    assert any(guided)
 
 
 def test_one_cut_stays_where_one_window_says_nearly_all() -> None:

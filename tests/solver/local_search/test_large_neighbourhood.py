@@ -56,6 +56,24 @@ def test_another_seed_goes_another_way() -> None:
     assert searched(0, 1)[0] != searched(1, 1)[0]
 
 
+def test_where_the_gap_is_wide_the_first_set_is_a_whole_small_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, budget_bytes = small_gpt()
+    near, _ = around(graph, budget_bytes, "lru")
+    sizes: list[int] = []
+    tried = near._try
+    monkeypatch.setattr(
+        near, "_try", lambda chosen, *rest: sizes.append(len(chosen)) or tried(chosen, *rest)
+    )
+    near.size = 8.0
+    near.run(0.01)
+    near.size = 8.0
+    near.run(0.01)
+    assert sizes[0] == len(graph.ops)
+    assert sizes[1] < len(graph.ops)
+
+
 def test_a_search_that_is_good_enough_does_nothing() -> None:
     graph, budget_bytes = small_gpt()
     near, first_us = around(graph, budget_bytes, "lru")
