@@ -125,9 +125,12 @@ class _LinkWindows:
     def _first_reads(self, t: int) -> dict[int, int]:
         if t not in self.reads:
             found: dict[int, int] = {}
+            inputs = (*self.problem.inputs, ())
             for stage in range(t + 1, self.problem.n_ops + 1):
                 for v in self.problem.needs[stage]:
-                    found.setdefault(v, stage)
+                    # What forward returns has until its last op ends, where that does not read it.
+                    is_returned = stage < self.problem.n_ops and v not in inputs[stage]
+                    found.setdefault(v, stage + is_returned)
             self.reads[t] = found
         return self.reads[t]
 

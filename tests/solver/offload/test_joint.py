@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph_capture.graph import Link, Links, TrainingGraph
+from remat.graph_capture.graph import Link, Links, Op, TrainingGraph, Value
+from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver import Progress, Result, solve_within
 from remat.solver.auto import Auto
@@ -118,6 +119,35 @@ def test_results_are_as_the_judge_says(graph: TrainingGraph, percent: int, gb_s:
     if optimum_us is not None:
         assert result.schedule is not None
         assert result.time_us <= optimum_us * (1 + 1e-3)
+
+
+def test_what_forward_returns_may_arrive_while_its_last_op_runs() -> None:
+    costs = {"make": 100.0, "widen": 10.0, "last": 2.0, "back": 1.0}
+    reads = {"make": (), "widen": ("wide",), "last": ("narrow",), "back": ("loss",)}
+    makes = {
+        "make": {"state": 2, "wide": 9}, "widen": {"narrow": 4}, "last": {"loss": 3},
+        "back": {"gradient": 1},
+    }  # fmt: skip
+    graph = TrainingGraph(
+        "returned",
+        tuple(
+            Op(name, "call", "backward" if name == "back" else "forward", reads[name], (*made,),
+               costs[name])
+            for name, made in makes.items()
+        ),
+        tuple(Value(v, size, name) for name, made in makes.items() for v, size in made.items()),
+        ("loss", "state"), ("gradient",),
+    )  # fmt: skip
+    # Whoever widens has no room for the state, which is 2 us out, and 2 back during the last op.
+    linked = with_links(graph, links(0.001, latency_us=0.0))
+    steps = (
+        Compute("make"), Offload("state", "host"), Free("state"), Compute("widen"), Free("wide"),
+        Fetch("state", "device"), Compute("last"), Free("narrow"), Free("state", "host"),
+        Compute("back"),
+    )  # fmt: skip
+    found = simulate(linked, Schedule.for_graph(linked, steps, budget_bytes=14))
+    assert (found.time_us, found.peak_bytes) == (sum(costs.values()) + 2, 13)
+    assert solve_within(linked, 14, "joint").lower_bound_us <= found.time_us
 
 
 def test_a_host_without_room_is_no_host() -> None:
