@@ -131,9 +131,9 @@ class Parts(Protocol):
         ...
 
 
-_MICROBATCHES = (1, 2, 4, 8)
+_MICROBATCHES, _WHOLE_BATCH = range(1, 9), 16
+"""Sizes of a microbatch that are tried; and below which a rank's whole batch is, too."""
 _VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
-"""Sizes of a microbatch and virtual stages of a rank that are tried."""
 SCHEDULES = "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"
 """Torch's names of those that are planned: one stage a rank, several, several with W apart."""
 _LEAST_TOKENS = 4096  # fewer tokens of a sequence are given to a rank only where that is asked for
@@ -233,9 +233,11 @@ def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees
         if not is_split:
             continue
         dp = cluster.gpus // (tp * cp * pp)
-        for microbatch in asked.of("microbatch", _MICROBATCHES):
-            if job.batch % (dp * microbatch) == 0:
-                d = Degrees(tp, cp, pp, dp, microbatch, job.batch // (dp * microbatch), 1)
+        of_rank, rest = divmod(job.batch, dp)
+        sizes = (*_MICROBATCHES, of_rank) if of_rank < _WHOLE_BATCH else tuple(_MICROBATCHES)
+        for microbatch in asked.of("microbatch", tuple(dict.fromkeys(sizes))):
+            if microbatch and not (rest or of_rank % microbatch):
+                d = Degrees(tp, cp, pp, dp, microbatch, of_rank // microbatch, 1)
                 yield from _with_virtual_stages(job, asked, d)
 
 

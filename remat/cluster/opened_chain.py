@@ -39,6 +39,7 @@ from remat.cluster.parts import (
     part_of,
     weights_later,
 )
+from remat.graph_capture.devices.known_devices import device_table
 from remat.graph_capture.distributed.collectives import FakeGroups
 from remat.graph_capture.errors import CaptureError, FactoryError
 from remat.graph_capture.files import CacheFiles, decode_json
@@ -188,7 +189,7 @@ def _context_degrees(shape: ChainShape, asked: MeshSpec) -> tuple[int, ...]:
 # Parts of a job, captured and solved when first asked for, and kept on disk for the next plan.
 #
 # A file is named by all that its part depends on: the ops of one forward with their shapes and
-# numbers, the split, the device, the links, and the versions of torch and remat.
+# numbers, the split, the device and its prices, the links, and the versions of torch and remat.
 
 
 _SCHEMA = 7  # of the files; those of another one are not read
@@ -329,6 +330,6 @@ class KeptParts:
         _, shape = self.chains.at(1, self.job.seq)
         said = (
             _SCHEMA, shape.digest, place, tp, cp, microbatch, self.job.seq, self.cluster.device,
-            self.cluster.links, str(torch.__version__), __version__,
+            device_table(), self.cluster.links, str(torch.__version__), __version__,
         )  # fmt: skip
         return f"{hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:24]}.json"

@@ -79,7 +79,7 @@ _OTHER_BLOCKS = "name other blocks with --blocks, or plan one rank with remat ru
 def watch(chain: ChainModel, *, looks_at_data: bool = False) -> ChainShape:
     """What one forward of the chain shows; `CaptureError` where it is none."""
     try:
-        return _watched(chain, looks_at_data)
+        return _forward_watched(chain, looks_at_data)
     except RematError:
         raise
     except Exception as error:
@@ -92,7 +92,7 @@ def watch(chain: ChainModel, *, looks_at_data: bool = False) -> ChainShape:
         ) from error
 
 
-def _watched(chain: ChainModel, looks_at_data: bool) -> ChainShape:
+def _forward_watched(chain: ChainModel, looks_at_data: bool) -> ChainShape:
     watcher = _Watcher(chain)
     with ExitStack() as hooks, torch.no_grad(), on_meta(looks_at_data):
         for handle in _hooks(watcher, chain):

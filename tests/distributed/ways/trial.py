@@ -31,7 +31,7 @@ COLUMNS = {
 PARTS = "PQ"  # columns of `parallelize`
 BUDGETS = {"D": "75%", "d": "85%", "B": "80%", "F": "90%", "f": "90%", "Z": "80%"}
 STEPS, LR, OFF = 3, 1e-2, 0.01
-_ROUNDS, _RUNS = 8, 4  # of measured steps: gloo's threads free what the profiler does not see
+_ROUNDS, _RUNS = 40, 4  # of measured steps: gloo's threads free what the profiler does not see
 
 
 @dataclass

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from remat.cli.main import app
+from remat.cluster import opened_chain
 from remat.cluster.mesh import ClusterRequest, Degrees, Mesh, MeshSpec
 from remat.cluster.pipeline_replay import FOR_WEIGHTS
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan
@@ -79,6 +80,17 @@ def test_a_second_plan_reads_its_parts_from_disk() -> None:
     assert second.captured == 0
     assert second.read > 0
     assert first.file == second.file
+
+
+def test_parts_are_priced_anew_where_the_table_of_devices_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = ClusterRequest(4, 8, 32, "h100", 4, "1GiB", asked=MeshSpec(tp=1, cp=1))
+    plan_cluster(SMALL, request)
+    table = opened_chain.device_table()
+    changed = msgspec.structs.replace(table, launch_us=2 * table.launch_us)
+    monkeypatch.setattr(opened_chain, "device_table", lambda: changed)
+    assert plan_cluster(SMALL, request).read == 0
 
 
 def test_the_screen_says_what_is_modelled(tmp_path: Path) -> None:

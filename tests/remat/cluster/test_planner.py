@@ -190,6 +190,21 @@ def test_without_overlap_a_step_is_longer() -> None:
     assert search.overlapped_us(plan) > 0
 
 
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [
+        (112, {1, 2, 7, 14}),
+        (48, {1, 2, 3, 6}),
+        (128, {1, 2, 4, 8}),
+        (144, {1, 2, 3, 6}),
+        (4, set()),
+    ],
+)
+def test_microbatches_divide_the_batch_of_a_rank(batch: int, sizes: set[int]) -> None:
+    cluster, asked = made_cluster(8), MeshSpec(tp=1, cp=1, pp=1)
+    assert {d.microbatch for d in all_degrees(made_job(8, batch), cluster, asked)} == sizes
+
+
 def test_tied_weights_leave_one_stage() -> None:
     search = search_of(16)
     search.job = msgspec.structs.replace(search.job, unstaged="untie tok.weight")
