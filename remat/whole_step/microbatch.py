@@ -148,6 +148,16 @@ class Microbatch(msgspec.Struct, frozen=True):
         """Time of every op once: no schedule computes a microbatch faster."""
         return sum(layer.forward_us + layer.backward_us for layer in self.layers)
 
+    def collectives_us(self, *, gathers: int, reductions: int) -> float:
+        """Time in which each group is made whole and its gradients are reduced so many times."""
+        if (ranks := self.ranks) is None:
+            return 0.0
+        return sum(
+            gathers * ranks.gather_us(one.whole_parameter_bytes)
+            + reductions * ranks.reduce_us(one.whole_gradient_bytes)
+            for one in self.groups
+        )
+
     def resident_of(self, count: int) -> Resident:
         # All batches are in memory during the whole step.
         return replace(self.resident, batch_bytes=count * self.resident.batch_bytes)

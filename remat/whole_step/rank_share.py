@@ -49,12 +49,7 @@ def beside_collectives(links: Links, microbatch: Microbatch) -> Links:
     ranks = microbatch.ranks
     if ranks is None or not ranks.over_host:
         return links
-    gathers = 1 if ranks.keeps_whole else 2
-    taken_us = sum(
-        gathers * ranks.gather_us(one.whole_parameter_bytes)
-        + ranks.reduce_us(one.whole_gradient_bytes)
-        for one in microbatch.groups
-    )
+    taken_us = microbatch.collectives_us(gathers=1 if ranks.keeps_whole else 2, reductions=1)
     # A step takes at least this long: copies have the link for the rest of it.
     slow = links.slower(microbatch.least_us / (microbatch.least_us + taken_us))
     return replace(links, d2h=slow.d2h, h2d=slow.h2d)

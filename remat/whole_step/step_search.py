@@ -443,9 +443,7 @@ def least_step_us(task: StepTask, microbatches: int, saved_us: float = 0.0) -> f
     # NVMe, comes up once and goes back.
     device_us = microbatches * (microbatch.least_us - saved_us)
     # It waits for collectives: each parameter is gathered, each gradient reduced.
-    for group in microbatch.groups if (ranks := microbatch.ranks) is not None else ():
-        device_us += ranks.gather_us(group.whole_parameter_bytes)
-        device_us += microbatches * ranks.reduce_us(group.whole_gradient_bytes)
+    device_us += microbatch.collectives_us(gathers=1, reductions=microbatches)
     resting_bytes = sum(g.parameter_bytes + task.update.state_bytes(g) for g in microbatch.groups)
     below_bytes = max(resting_bytes - links.host_bytes - task.budget_bytes, 0)
     ways = [way for way in (links.read, links.write) if way is not None]
