@@ -192,6 +192,8 @@ def test_ctrl_c_in_the_middle_of_a_copy(
 
     with monkeypatch.context() as patch:
         patch.setattr(File, name, interrupting)
+        # pytest would hold one that falls into a callback, and with it all that was running.
+        patch.setattr(sys, "unraisablehook", lambda _: None)
         with pytest.raises(KeyboardInterrupt):
             train_until_interrupted(module)
     assert is_clean(folder)
