@@ -93,7 +93,7 @@ def _digest(parameters: _Parameters) -> str:
     found = hashlib.sha256()
     for path, one in parameters.values():
         found.update(path.encode())
-        found.update(one.detach().reshape(-1).view(torch.uint8).numpy())
+        found.update(one.detach().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
