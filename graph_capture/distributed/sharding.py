@@ -91,6 +91,11 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise DeviceError(f"unknown sharding '{self.kind}': choose {_listed(_KINDS, 'or')}")
+        if type(self.world_size) is not int:
+            raise DeviceError(
+                f"give {for_caller('world_size', 'world')} as a whole number, such as 2: it is "
+                f"{self.world_size!r}"
+            )
         # `fully_shard` takes a mesh of one rank, where it still copies parameters and gradients.
         if self.kind != "none" and self.world_size < (1 if self.kind == "fsdp2" else 2):
             raise DeviceError(

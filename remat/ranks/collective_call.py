@@ -49,6 +49,15 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
                 f"step captured on rank {', '.join(others)} is not that of rank 0"
             )
 
+    def require_alike(self, what: str, mine: str) -> None:
+        """`what` : named in the error where it differs between ranks."""
+        found = self.gathered_texts(what, mine)
+        if others := [str(rank) for rank, said in enumerate(found) if said != found[0]]:
+            raise AgreementError(
+                f"give the same {what} on all ranks: what rank {', '.join(others)} has is not "
+                "what rank 0 has"
+            )
+
     def require_same_order(self, order: str) -> None:
         if len(set(self.gathered_texts("order", order))) > 1:
             raise AgreementError(

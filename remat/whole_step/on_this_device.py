@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,22 @@ def _over_shards(
         for group in optimizer.param_groups
     ]
     return like, shards
+
+
+def _said(optimizer: Optimizer) -> str:
+    groups = optimizer.param_groups
+    said = [{**group, "params": len(group["params"])} for group in groups]
+    return f"{type(optimizer).__qualname__} {said}"
+
+
+def _digest(parameters: _Parameters) -> str:
+    import torch
+
+    found = hashlib.sha256()
+    for path, one in parameters.values():
+        found.update(path.encode())
+        found.update(one.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _require_rows(parameters: _Parameters) -> None:
@@ -188,6 +205,12 @@ class StepHere:
     def planned(self, call: CollectiveCall) -> PlannedStep:
         """The fastest plan; on several ranks the first one's, as each has other costs."""
         call.require_same_step(self.costed.hash)
+        if self.ranks is not None:
+            asked = self.request
+            call.require_alike("microbatches", f"{asked.microbatches}")
+            call.require_alike("budget, host and nvme", f"{asked.budget} {asked.host} {asked.nvme}")
+            call.require_alike("optimizer", _said(self.optimizer))
+            call.require_alike("initial parameters", _digest(self.parameters))
         chosen, task = call.from_first(self._fastest, _Chosen), self.task
         if chosen.chunks:
             self._run_in(chosen.chunks)

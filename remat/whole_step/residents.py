@@ -250,6 +250,9 @@ class Residents:
         """Before the guards of a step, which compare tensors with those of the capture."""
         self.attach()
 
+    def agree(self, error: Exception | None) -> None:
+        """Nothing to do on one rank."""
+
     def require_whole(self) -> None:
         """Nothing to do on one rank: `bring_back` has made all whole."""
 
@@ -333,7 +336,7 @@ class MemoryWatch:
         if self._handles or model is None or optimizer is None:
             return
         hear = _BringBack(self.residents)
-        self._handles.append(model.register_forward_pre_hook(_Whole(self.residents)))
+        self._handles.append(model.register_forward_pre_hook(hear))
         for one in (model, optimizer):
             self._handles.append(one.register_state_dict_pre_hook(hear))
             self._handles.append(one.register_load_state_dict_pre_hook(hear))
@@ -351,6 +354,7 @@ class _BringBack:
     def __call__(self, *_: Any, **__: Any) -> None:
         if self.residents is not None:
             self.residents.bring_back()
+            self.residents.require_whole()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies of empty tensors would stay empty.
@@ -362,10 +366,3 @@ class _BringBack:
             )
         # A copied model owns its tensors, so its hook does nothing.
         return type(self), ()
-
-
-class _Whole(_BringBack):
-    def __call__(self, *_: Any, **__: Any) -> None:
-        super().__call__()
-        if self.residents is not None:
-            self.residents.require_whole()

@@ -295,14 +295,13 @@ class WholeStep:
         Whatever else ends a step early, all parameters and states are back in memory, and a note
         at the exception says which of them had been updated.
         """
-        batches = self._batches(args, kwargs, targets)
         # Do not wait: a step called within a step would wait for itself.
         if not self._lock.acquire(blocking=False):
             raise RewriteError(
                 f"let the step of this {self._guards.kind} end before the next: it is still running"
             )
         try:
-            return self._step(batches)
+            return self._step(args, kwargs, targets)
         finally:
             self._lock.release()
 
@@ -366,23 +365,10 @@ class WholeStep:
                 )
         return [(one, dict(two), aim) for one, two, aim in zip(calls, named, aims, strict=True)]
 
-    def _step(self, batches: list[Any]) -> list[Tensor]:
+    def _step(self, *given: Any) -> list[Tensor]:
         run: StepRun | None = None
         try:
-            # Guards compare shapes, and tensors at rest are empty.
-            self._residents.begin()
-            inputs = [self._inputs(batch) for batch in batches]
-            # Refuse before anything leaves the device.
-            if not self._guards.model.training:
-                raise RewriteError(
-                    f"call model.train() before a step: this {self._guards.kind} is in eval mode"
-                )
-            for path, parameter in self._trained.items():
-                if parameter.grad is not None:
-                    raise RewriteError(
-                        f"call optimizer.zero_grad() before a step: {path} of {self._guards.kind} "
-                        "already has a gradient, to which eager would add"
-                    )
+            inputs = self._begun(*given)
             self._watch.begin()
             run = StepRun(self._code, self._optimizer, self._residents, inputs)
             self._residents.send_down()
@@ -394,6 +380,32 @@ class WholeStep:
             with uninterrupted():
                 self._recover(run, error)
             raise
+
+    def _begun(self, *given: Any) -> list[list[Any]]:
+        """The inputs of each microbatch; refused, on all ranks, before anything has run."""
+        try:
+            batches = self._batches(*given)
+            # Guards compare shapes, and tensors at rest are empty.
+            self._residents.begin()
+            inputs = [self._inputs(batch) for batch in batches]
+            self._require_training()
+        except Exception as error:
+            self._residents.agree(error)
+            raise
+        self._residents.agree(None)
+        return inputs
+
+    def _require_training(self) -> None:
+        if not self._guards.model.training:
+            raise RewriteError(
+                f"call model.train() before a step: this {self._guards.kind} is in eval mode"
+            )
+        for path, parameter in self._trained.items():
+            if parameter.grad is not None:
+                raise RewriteError(
+                    f"call optimizer.zero_grad() before a step: {path} of {self._guards.kind} "
+                    "already has a gradient, to which eager would add"
+                )
 
     def _inputs(self, batch: Any) -> list[Any]:
         state, leaves = self._guards.require(batch)
@@ -412,11 +424,11 @@ class WholeStep:
         torn = self._residents.parameters[run.updating][0] if run.updating else ""
         if torn:
             error.add_note(f"remat: the update of {torn} was cut short: load it from a checkpoint")
-        if not paths:
+        elif not paths:
             error.add_note(
                 "remat: no parameter was updated; all are in memory, as before this step"
             )
-        else:
+        if paths:
             error.add_note(
                 f"remat: {len(paths)} of {len(self._trained)} parameters were updated, "
                 f"{paths[-1]} last; the others are as before this step. All are in memory"

@@ -23,10 +23,11 @@ from remat.whole_step.residents import Held, Residents, moments, uninterrupted
 @dataclass
 class ShardedResidents(Residents):
     """`wholes` : by name, the whole parameter. `is_whole` : whether the user's tensors are whole,
-    as they are before the first step."""
+    as they are before the first step. `refused` : whether some rank refuses a step."""
 
     wholes: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     is_whole: bool = True
+    refused: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
 
     def begin(self) -> None:
         if self.is_whole:
@@ -61,8 +62,8 @@ class ShardedResidents(Residents):
     def require_whole(self) -> None:
         if not self.is_whole:
             raise RewriteError(
-                "call bring_back(whole=True) of the step on all ranks first: this rank has shards "
-                "of the parameters, with which forward cannot run"
+                "call bring_back(whole=True) of the step on all ranks first: this rank has only "
+                "shards of the parameters and of the optimizer's state"
             )
 
     def make_whole(self) -> None:
@@ -78,6 +79,18 @@ class ShardedResidents(Residents):
                 self.gather(name)
                 parameter.data = whole
         self._hold_whole()
+
+    def agree(self, error: Exception | None) -> None:
+        """On all ranks at once: refuse what one of them refuses."""
+        # Memory that was there before: a step takes none that was not planned.
+        dist.all_reduce(self.refused.fill_(error is not None), dist.ReduceOp.MAX)
+        if not self.refused.item():
+            return
+        said: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if error is None else str(error))
+        for rank, text in enumerate(said):
+            if error is None and text is not None:
+                raise RewriteError(f"{text} (on rank {rank}; the step has run on no rank)")
 
     def gather(self, name: str) -> None:
         self.held[name].arrive()

@@ -65,6 +65,10 @@ class StepRequest:
 
     def __post_init__(self) -> None:
         require_shards(self.sharding)
+        if type(self.microbatches) is not int:
+            raise BudgetError(
+                f"give microbatches as a whole number, such as 4: it is {self.microbatches!r}"
+            )
         if self.microbatches < 1:
             raise BudgetError(
                 f"give 1 or more microbatches: {self.microbatches} leave nothing to train on"

@@ -24,7 +24,8 @@ _LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 class _KnownValues(OpWatcher):
     def __init__(self) -> None:
         super().__init__()
-        # The meta tensors are held, so that no other gets the id of one.
+        # The meta tensors are held, so that no other gets the id of one. Values share memory as
+        # they do, so what is written to one is in all that show it.
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,12 +37,10 @@ class _KnownValues(OpWatcher):
             self._keep(result, values)
             return result
         result = func(*args, **kwargs)
-        if func._schema.is_mutable:
-            # Whatever shares memory with it has other values now.
-            if any(id(t) in self._known for t in given):
-                self._known.clear()
-        elif is_known and all(map(_is_small, pytree.tree_leaves(result))):
+        if is_known and all(map(_is_small, pytree.tree_leaves(result))):
             self._keep(result, self._values(func, args, kwargs))
+        elif func._schema.is_mutable:
+            self._forget(given)
         return result
 
     def _values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,6 +54,15 @@ class _KnownValues(OpWatcher):
     def _keep(self, result: Any, values: Any) -> None:
         pairs = zip(*map(pytree.tree_leaves, (result, values)), strict=True)
         self._known.update((id(t), (t, value)) for t, value in pairs if isinstance(t, Tensor))
+
+    def _forget(self, written: list[Tensor]) -> None:
+        """What shares memory with tensors whose values are no longer known."""
+        gone = {t.untyped_storage()._cdata for t in written}
+        self._known = {
+            key: pair
+            for key, pair in self._known.items()
+            if pair[0].untyped_storage()._cdata not in gone
+        }
 
 
 def _has_values(func: Any) -> bool:

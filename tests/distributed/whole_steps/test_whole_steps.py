@@ -46,10 +46,20 @@ def test_a_closed_step_leaves_the_whole_model(two: Found) -> None:
     assert all(one["closed"] == {"equal": True, "after": True} for one in two)
 
 
-def test_a_rank_without_room_ends_both(two: Found) -> None:
+def test_ranks_that_ask_for_other_steps_are_refused(two: Found) -> None:
     for one in two:
-        assert one["failing"]["error"] == "BudgetError"
-        assert "give a little more budget" in one["failing"]["text"]
+        for what, found in one["differing"].items():
+            assert found["error"] == ("AgreementError" if what else "BudgetError"), what
+            assert not what or found["text"].startswith(f"give the same {what} on all ranks")
+
+
+def test_a_batch_that_one_rank_refuses_runs_on_none(two: Found) -> None:
+    for found in (one["batch of one"] for one in two):
+        assert "drop or pad the last batch" in found["text"]
+        assert found["equal"]
+        for held in found["held"]:
+            assert held["text"].startswith("call bring_back(whole=True) of the step on all ranks")
+    assert "(on rank 1; the step has run on no rank)" in two[0]["batch of one"]["text"]
 
 
 def test_other_ranks_than_those_of_the_sharding_are_refused(two: Found) -> None:

@@ -158,12 +158,42 @@ def closed() -> Found:
     return {"equal": equal, "after": same(training, other)}
 
 
-def failing() -> Found:
-    """A rank with less room than the plan needs ends all of them."""
-    budget = 120_000 if dist.get_rank() == 0 else 10_000
-    training = chain(1, 2)
-    sharding = remat.Sharding("fsdp2", dist.get_world_size())
-    return refused(lambda: training.planned(sharding=sharding, budget=budget, host="64MiB"))
+def differing() -> Found:
+    """What ranks are asked for, each in its own way; and with too little room, in the same."""
+    rank, sharding = dist.get_rank(), remat.Sharding("fsdp2", dist.get_world_size())
+
+    def asked(training: Training, budget: int = 120_000) -> Found:
+        return refused(lambda: training.planned(sharding=sharding, budget=budget, host="64MiB"))
+
+    other, slower = chain(1, 2), chain(1, 2)
+    slower.optimizer.param_groups[0]["lr"] *= 1 + rank
+    with torch.no_grad():
+        next(other.model.parameters()).add_(rank)
+    return {
+        "budget, host and nvme": asked(chain(1, 2), 120_000 + rank),
+        "microbatches": asked(chain(1 + rank, 2)), "optimizer": asked(slower),
+        "initial parameters": asked(other), "": asked(chain(1, 2), 10_000),
+    }  # fmt: skip
+
+
+def batch_of_one() -> Found:
+    """The last rank refuses a batch; all go on with the next, as if there had been none."""
+    n, last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
+    training = chain(1, 2 * n)
+    other = training.twin()
+    step = training.planned(
+        sharding=remat.Sharding("fsdp2", n), budget=120_000, host="64MiB"
+    )  # fmt: skip
+    whole_step(training, step, 0)
+    averaged_step(other, 0)
+    [(args, target)] = calls_of(training, dist.get_rank(), 1)
+    short = tuple(one[1:] if last else one for one in args)
+    found = refused(lambda: step([short], targets=[target]))
+    held = refused(training.model.state_dict), refused(training.optimizer.state_dict)
+    whole_step(training, step, 1)
+    averaged_step(other, 1)
+    step.bring_back(whole=True)
+    return {**found, "held": held, "equal": same(training, other)}
 
 
 def alone() -> Found:
@@ -199,7 +229,8 @@ CASES: dict[str, Callable[[], Found]] = {
     "momentum": lambda: trained(transposed, 3, budget=32_000, **HOST),
     "frozen": lambda: trained(frozen, 2, budget=160_000, **HOST),
     "closed": closed,
-    "failing": failing,
+    "differing": differing,
+    "batch of one": batch_of_one,
     "alone": alone,
 }
 
