@@ -309,7 +309,7 @@ class WholeStep:
         """Bring all parameters and states into memory; the next step sends them down again.
 
         With several ranks, each has its shards then: rows of the first dimension. `whole`, called
-        on all ranks, gives each all of them, as to save or to evaluate the model.
+        on all ranks, gives each all of them; without, `state_dict` and forward are refused.
         """
         if whole:
             self._residents.make_whole()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -207,6 +208,8 @@ def test_ctrl_c_in_the_middle_of_a_copy(
 
     with monkeypatch.context() as patch:
         patch.setattr(File, name, interrupting)
+        # pytest would hold one that falls into a callback, and with it all that was running.
+        patch.setattr(sys, "unraisablehook", lambda _: None)
         with pytest.raises(KeyboardInterrupt):
             train_until_interrupted()
     assert is_clean(planned.folder)
