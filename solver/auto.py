@@ -36,6 +36,7 @@ from remat.solver.bounds.lazy_cuts import Climbed, Windows
 from remat.solver.bounds.least_peak import note_floor, prove_nothing_fits
 from remat.solver.cuts.cut import begin, begin_window_cuts, limits_of, offer_climbed
 from remat.solver.cuts.initial_solutions import offer_least_peak, offer_policies
+from remat.solver.cuts.other_starts import OtherStarts
 from remat.solver.exact.checkmate import Checkmate
 from remat.solver.exact.exhaustive import Exhaustive, OrderOption
 from remat.solver.local_search.events import Runs
@@ -53,8 +54,8 @@ from remat.solver.table import REAL, make_solver, options_of
 
 # Both turn counted effort into about seconds; a faster machine does the same work sooner.
 _CP_SAT_S = 2.5  # a unit of CP-SAT's deterministic time, with the building of its programs
-_ITERATION_S = 4e-4  # an iteration of HiGHS's simplex algorithm, with cuts and the rest
-_GROWTH = 1.5  # how much longer the next program of cuts is expected to take
+_ITERATION_S = 1e-3  # an iteration of HiGHS's simplex algorithm, with cuts and the rest
+_ROW_S = 6e-4  # of a program of cuts, as expected: within a factor of two on six families
 _CUTOFF_SLACK = 1e-6  # more than rounding takes: to prove that nothing is faster closes the gap
 _PATIENCE = 1.6  # growth of what a program of cuts may take, after one that did not end in it
 
@@ -68,7 +69,7 @@ class Improvement:
         self.search, self.lazy, self.gap = search, lazy, gap
         self.seed, self.workers, self.stalled = seed, workers, 0
         self.cuts_limit = stopping.LARGE_CUTS if search.is_large else stopping.CUTS
-        self.effort, self.least_effort = 0.0, stopping.FIRST_ROUND
+        self.least_effort = stopping.FIRST_ROUND
         self.guide: Runs = lazy.start.runs if lazy.start is not None else ()
         self.around: LargeNeighbourhoods | None = None
 
@@ -94,7 +95,7 @@ class Improvement:
         before_us, open_gap = self.lazy.bound_us, self.search.gap
         # Of what the round begins with: when neighbourhoods find a better one depends on the clock.
         below_us = self.search.best_key[0] / (1 + self.gap) * (1 + _CUTOFF_SLACK)
-        effort = max(self.effort, self.least_effort) / _CP_SAT_S
+        effort = max(_ROW_S * self.lazy.n_rows, self.least_effort) / _CP_SAT_S
         if self.search.best is not None:
             self.lazy.spent_us = self._spent_us(self.search.best)
         if self.search.best is None or self.workers == 1:
@@ -102,9 +103,10 @@ class Improvement:
             if self.search.best is not None:
                 self._search_around(1, effort)
         else:
+            others = OtherStarts(self.search, self.lazy, self.seed)  # before the programs change
             # Both are waited for, so the outcome depends on seed and workers, not on who was first.
             with Task(lambda: self._programs(open_gap, below_us)) as solving:
-                self._search_around(self.workers - 1, effort)
+                self._search_beside(others, self.workers - 1, effort)
                 found = solving.wait()
         for climbed in found:
             offer_climbed(self.search, climbed)
@@ -124,9 +126,9 @@ class Improvement:
             limits = limits_of(self.search, self.lazy, self.gap, open_gap)
             limit_s = self.cuts_limit.of(limits.time_limit_s)
             found.append(self.lazy.climb(replace(limits, time_limit_s=limit_s), below_us))
-            self.effort = _GROWTH * _ITERATION_S * found[-1].solution.iterations
             # Presolve may solve a program without an iteration.
-            spent += max(self.effort, stopping.FIRST_ROUND / 10)
+            spent_s = _ITERATION_S * found[-1].solution.iterations
+            spent += max(spent_s, stopping.FIRST_ROUND / 10)
             if not found[-1].solution.finished:
                 break
         return found
@@ -136,7 +138,18 @@ class Improvement:
         again = recomputed_by_stage(problem, ops_of(problem, best))
         return [sum(problem.cost_us[op] for op in stage) for stage in again]
 
-    def _search_around(self, workers: int, effort: float) -> None:
+    def _search_beside(self, others: OtherStarts, workers: int, effort: float) -> None:
+        """Around the best for a part of `effort`, then from other starts and around it in turn."""
+        effort -= self._search_around(workers, self.least_effort / _CP_SAT_S)
+        while effort > 0 and self.search.is_open(self.gap):
+            spent = 0.0 if self.search.is_large else others.offer_next(workers)
+            self.guide = others.runs or self.guide
+            effort -= spent + self._search_around(workers, min(effort, spent) or effort)
+            if self.around is not None and self.around.is_exhausted:
+                return
+
+    def _search_around(self, workers: int, effort: float) -> float:
+        """Returns what was spent of `effort`."""
         best_us = self.search.best_key[0] - self.search.graph.time_us
         if self.around is None:
             self.around = LargeNeighbourhoods(
@@ -145,7 +158,7 @@ class Improvement:
         elif best_us < self.around.cost_us * (1 - 1e-9):  # cuts may have found a better one
             self.around.restart()
         self.around.workers, self.around.guide = workers, self.guide
-        self.around.run(effort)
+        return self.around.run(effort)
 
 
 _PATIENT_S = 20.0  # a limit above which `hierarchical` tries larger blocks if nothing fits yet

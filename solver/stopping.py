@@ -110,6 +110,7 @@ VAIN_EXCHANGES = Rounds(times_ops=100_000, least=20)  # each costs about as much
 # ---- neighbourhoods solved by CP-SAT (`local_search`)
 
 NEIGHBOURHOOD = 0.7  # counted time; sets of ops that take longer are made smaller
+OTHER_START = 0.5  # polishing another start: nearly all of what there is to win
 LEAST_NEIGHBOURHOOD = 1.0  # the same on the way to the least peak, where each is the last
 
 # ---- bounds on the least peak (`bounds`)

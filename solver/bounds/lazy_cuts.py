@@ -267,6 +267,15 @@ class Windows:
                 self._merge_widest()
         return Climbed(replace(climbed.solution, bound_us=self.bound_us), start)
 
+    def copy(self) -> Windows:
+        """Of the programs as they are now."""
+        return Windows(self.problem, [replace(part) for part in self.parts], self.bound_us)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the next program."""
+        return len(self.parts[self._next()].program().program.rows)
+
     def relaxed_us(self, time_limit_s: float) -> list[float]:
         """By window, the least time of what it must run again."""
         return [part.program().relaxed(time_limit_s).bound_us - self.base_us for part in self.parts]
@@ -275,8 +284,8 @@ class Windows:
         """A start from relaxations at another budget; None where a window has no point."""
         solutions: list[CutSolution] = []
         for part in self.parts:
-            program = CutProgram(self.problem, part.cuts, budget_bytes, part.end)
-            solutions.append(program.relaxed(time_limit_s))
+            lower = replace(part, budget_bytes=budget_bytes).program()
+            solutions.append(lower.relaxed(time_limit_s))
             if solutions[-1].values is None:
                 return None
         return self._start_of(solutions)

@@ -17,7 +17,7 @@ weak on layered graphs and on convolutional nets below 30 % of their peak.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,6 +38,7 @@ from remat.solver.stopping import CUT_NODES
 
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)  # of the room above the largest working set, for starts
 _POWERS = (0.3, 0.6, 1.0, 1.6)
+RELAXED_POWERS = _POWERS[2:]  # of starts far from any schedule
 # Segments take seconds on thousands of ops. On an LSTM: 31 % of overhead, with cuts 50 %.
 _WIDE = 0.05
 _WIDEST = 8  # ops with the largest working sets, whose cuts are tried too
@@ -119,7 +120,7 @@ def begin(
 
 def _offer_targets(search: Search, place: int, gap: float) -> None:
     # Starts from lower targets differ, which was worth more than annealing one.
-    for target_bytes in _targets(search):
+    for target_bytes in targets_of(search):
         if search.is_open(gap) and not _has_worked(search, stopping.FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
@@ -150,11 +151,11 @@ def limits_of(
     return Limits(stopping.RELAXED.of(search.left_s), absolute_gap=absolute_gap, node_limit=most)
 
 
-def _targets(search: Search) -> Iterator[int]:
+def targets_of(search: Search, parts: Sequence[float] = TARGETS) -> list[int]:
+    """Budgets that have so much of the room above the largest working set."""
     problem = search.problem
     least_bytes = largest_working_set_bytes(problem) + problem.resident_bytes
-    for part in TARGETS:
-        yield least_bytes + int(part * (search.budget_bytes - least_bytes))
+    return [least_bytes + int(part * (search.budget_bytes - least_bytes)) for part in parts]
 
 
 def best_cut(search: Search, plain: State, program_at: Callable[[int], CutProgram]) -> int | None:
@@ -251,7 +252,7 @@ def _choose_cuts(search: Search, lazy: LazyCuts, gap: float) -> State | None:
     for start in lazy.climb_relaxed(most, iterations, stopping.RELAXED.of(search.left_s)):
         search.raise_bound(lazy.bound_us)
         # Far starts from a closer program: on random wiring 27 % of overhead, from one cut 55 %.
-        repair_from(search, start, stopping.RELAXED_REPAIRS.from_now(search.work), _POWERS[2:])
+        repair_from(search, start, stopping.RELAXED_REPAIRS.from_now(search.work), RELAXED_POWERS)
         if not search.is_open(gap):
             break
     return start
@@ -277,7 +278,7 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
 
 
 def _take_relaxed(search: Search, windows: Windows, gap: float) -> None:
-    for target_bytes in _targets(search):
+    for target_bytes in targets_of(search):
         if search.best is not None or not search.is_open(gap):
             return
         search.say(f"start of windows for {target_bytes} bytes")

@@ -56,13 +56,14 @@ class LargeNeighbourhoods:
     def cost_us(self) -> float:
         return again_us(self.search.problem, self.runs)
 
-    def run(self, effort: float) -> None:
-        """`effort` in CP-SAT's deterministic time."""
+    def run(self, effort: float) -> float:
+        """`effort` in CP-SAT's deterministic time; returns what was spent."""
         spent = 0.0
         while spent < effort and not self.is_exhausted:
             if self.stop() or self.search.out_of_time():
-                return
+                break
             spent += self._round()
+        return spent
 
     def _round(self) -> float:
         """Try some sets at once, take what is better; returns the effort of a worker."""
