@@ -7,13 +7,14 @@ What decides how many collectives a rank runs is agreed on before the next. Any 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import threading
 import time
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,7 @@ from remat.graph_capture import errors
 from remat.graph_capture.errors import AgreementError, RematError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 _Plan = TypeVar("_Plan")
@@ -128,6 +130,17 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
                     raise error_of(before, self._what) from error
         finally:
             messages.leave()
+
+
+def values_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Of their names and all their bits; one on the meta device has no bits, but a shape."""
+    from remat.rewriter.checking.outcomes import fingerprint  # one process does without
+
+    found = hashlib.sha256()
+    for name, one in tensors:
+        said = f"{one.dtype} {list(one.shape)}" if one.is_meta else fingerprint(one)
+        found.update(f"{name} {said}\n".encode())
+    return found.hexdigest()
 
 
 def error_of(failure: RankFailure, what: str) -> Exception:

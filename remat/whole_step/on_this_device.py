@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, o
 from remat.graph_capture.graph import Tier
 from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
 from remat.progress import stopwatch_of_call
-from remat.ranks.collective_call import CollectiveCall
+from remat.ranks.collective_call import CollectiveCall, values_digest
 from remat.schedules.derived import in_chunks, unchunked
 from remat.schedules.schedule import ChunkedRegion, Schedule, Step
 from remat.schedules.simulate import simulate
@@ -85,16 +84,6 @@ def _said(optimizer: Optimizer) -> str:
     groups = optimizer.param_groups
     said = [{**group, "params": len(group["params"])} for group in groups]
     return f"{type(optimizer).__qualname__} {said}"
-
-
-def _digest(parameters: _Parameters) -> str:
-    import torch
-
-    found = hashlib.sha256()
-    for path, one in parameters.values():
-        found.update(path.encode())
-        found.update(one.detach().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _require_rows(parameters: _Parameters) -> None:
@@ -210,7 +199,7 @@ class StepHere:
             call.require_alike("microbatches", f"{asked.microbatches}")
             call.require_alike("budget, host and nvme", f"{asked.budget} {asked.host} {asked.nvme}")
             call.require_alike("optimizer", _said(self.optimizer))
-            call.require_alike("initial parameters", _digest(self.parameters))
+            call.require_alike("initial parameters", values_digest(self.parameters.values()))
         chosen, task = call.from_first(self._fastest, _Chosen), self.task
         if chosen.chunks:
             self._run_in(chosen.chunks)

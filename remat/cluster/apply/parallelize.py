@@ -24,12 +24,12 @@ from remat.cluster.apply.cluster_mesh import DIMENSIONS, PP, Applied, TensorPlan
 from remat.cluster.apply.split_backward import split_backward
 from remat.cluster.apply.stage_parts import RankParts, rank_parts
 from remat.cluster.apply.stage_peak import peak_of_rank
-from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
+from remat.cluster.apply.whole_chain import Materialize, state_by_path, whole_chain
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile, require_world
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
 from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.graph_capture.tracing.fake_tensors import has_storage
-from remat.ranks.collective_call import CollectiveCall
+from remat.ranks.collective_call import CollectiveCall, values_digest
 from remat.ranks.same_order import refuse_fake
 from remat.rewriter.user_module.module import SharedState
 
@@ -268,7 +268,7 @@ def parallelize(
         _require_same(ranks, "plan", digest)
         chain = whole_chain(model, plan, args, loss_fn, target)
         with_loss = {"": model, "loss_fn": nn.ParameterList(chain.of_loss.values())}
-        _require_same(ranks, "model", values_digest(with_loss))
+        _require_same(ranks, "model", values_digest(state_by_path(with_loss)))
         asked = Applied(
             plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name, materialize
         )

@@ -37,7 +37,7 @@ from remat.cluster.apply.stage_blocks import (
     traced_blocks,
     with_own_sizes,
 )
-from remat.cluster.apply.whole_chain import WholeChain, materialize_modules, values_digest
+from remat.cluster.apply.whole_chain import WholeChain, materialize_modules, state_by_path
 from remat.cluster.capture.rank_graph import border_value, planned_graph
 from remat.cluster.capture.tokens_over_ranks import OwnLoss
 from remat.cluster.model_part import (
@@ -60,6 +60,7 @@ from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import trace
+from remat.ranks.collective_call import values_digest
 from remat.rewriter.graphs.backward_parts import SplitBytes
 from remat.solver.policies.template import StoreAll
 
@@ -309,7 +310,7 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
     ends = chain.before | (chain.behind if asked.has_last else {})
     materialize_modules(ends | own, asked.materialize)
     # Before they are split: tensor parallel ranks have different parts of them.
-    values = values_digest(ends | own)
+    values = values_digest(state_by_path(ends | own))
     cutter = _Cutter(chain, asked, args)
     ranks = asked.mesh[TP]
     if ranks.size() > 1:
