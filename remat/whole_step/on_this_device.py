@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from remat.budgets import parse_budget
 from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
-from remat.graph_capture.distributed.sharding import Sharding
+from remat.graph_capture.distributed.sharding import Sharding, shard_shape
 from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
 from remat.graph_capture.graph import Tier
 from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
@@ -68,7 +68,7 @@ def _over_shards(
     from torch import nn
 
     shards = {
-        name: nn.Parameter(one.new_empty(ranks.shard_shape(tuple(one.shape))))
+        name: nn.Parameter(one.new_empty(shard_shape(one.shape, ranks.count)))
         for name, one in trained.items()
     }
     of = {id(one): shards[name] for name, one in trained.items()}
