@@ -193,13 +193,7 @@ class StepHere:
 
     def planned(self, call: CollectiveCall) -> PlannedStep:
         """The fastest plan; on several ranks the first one's, as each has other costs."""
-        call.require_same_step(self.costed.hash)
-        if self.ranks is not None:
-            asked = self.request
-            call.require_alike("microbatches", f"{asked.microbatches}")
-            call.require_alike("budget, host and nvme", f"{asked.budget} {asked.host} {asked.nvme}")
-            call.require_alike("optimizer", _said(self.optimizer))
-            call.require_alike("initial parameters", values_digest(self.parameters.values()))
+        call.require_same_step(self.costed.hash, None if self.ranks is None else self._asked())
         chosen, task = call.from_first(self._fastest, _Chosen), self.task
         if chosen.chunks:
             self._run_in(chosen.chunks)
@@ -207,6 +201,15 @@ class StepHere:
         graph = chosen.config.graph(task.microbatch, task.update, task.links)
         schedule = Schedule.for_graph(graph, chosen.steps, budget_bytes=task.budget_bytes)
         return PlannedStep(chosen.config, graph, schedule, simulate(graph, schedule))
+
+    def _asked(self) -> dict[str, str]:
+        asked = self.request
+        return {
+            "microbatches": f"{asked.microbatches}",
+            "budget, host and nvme": f"{asked.budget} {asked.host} {asked.nvme}",
+            "optimizer": _said(self.optimizer),
+            "initial parameters": values_digest(self.parameters.values()),
+        }
 
     def _fastest(self) -> _Chosen:
         found = fastest_in_chunks(self.costed, self._task, self.request.microbatches)

@@ -283,11 +283,11 @@ def parallelize(
 
 
 def _require_same(ranks: CollectiveCall, what: str, mine: str) -> None:
-    said = ranks.gathered_texts(what, mine)
-    if others := [str(rank) for rank, found in enumerate(said) if found != said[0]]:
+    _, others = ranks.unlike({what: mine})
+    if others:
         raise PlanError(
             f"give all ranks the same {what}, such as from one file that all read, and the same "
-            f"seed: the {what} of rank {', '.join(others)} is not that of rank 0"
+            f"seed: the {what} of rank {others} is not that of rank 0"
         )
 
 
