@@ -115,7 +115,7 @@ def job_of(chains: Chains, request: ClusterRequest, groups: FakeGroups) -> Job:
         {place: _passes(chain, shape, place) * of_place for place, of_place in flops.items()}, 0,
         _tensor_degrees(chain, shape, asked, groups, request.node_size),
         _context_degrees(shape, asked), why_unstaged(chain, shape), tuple(sorted(shape.heads)),
-        kinds, shape.unrun or loose_state(chain),
+        kinds, shape.unrun or loose_state(chain), shape.unsent,
     )  # fmt: skip
     weights = {place: _weights(chain, shape, place) for place in flops}
     of_attention = {place: (1 if _is_idle(shape, place) else _BACKWARD_TIMES) for place in flops}

@@ -40,8 +40,8 @@ def _check_plan(
 ) -> None:  # fmt: skip
     if plan.versions.torch != str(torch.__version__):
         raise PlanError(
-            f"the plan is for torch {plan.versions.torch}, and this is {torch.__version__}. "
-            f"{MAKE_AGAIN}"
+            f"{MAKE_AGAIN}: the plan is for torch {plan.versions.torch}, and this is "
+            f"{torch.__version__}"
         )
     _check_mesh(plan, mesh)
     if materialize is not None and not callable(materialize):

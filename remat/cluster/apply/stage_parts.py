@@ -82,14 +82,14 @@ class _Cutter:
 
     def arrival(self) -> FirstCall:
         """What the first block is called with; `PlanError` where its border is not as planned."""
-        path, model, before = next(iter(self.chain.blocks)), self.chain.model, self.before
+        path, before = next(iter(self.chain.blocks)), self.before
         if self.asked.shares_tokens:
-            found = first_call(before, model, self.args, self.tokens, path)
+            found = first_call(before, self.args, self.tokens, path)
         elif self.asked.is_whole:
             given = call_like(before, self.args)
             found = FirstCall(before, given, given)
         else:
-            given = arrival_of(before, model, self.args, path)
+            given = arrival_of(before, self.args)
             found = FirstCall(before, given, given)
         _require_border(found.given, self.asked.plan)
         given = found.given

@@ -78,7 +78,10 @@ def whole_chain(
             f"{WAY_OUT}: {ranks} context parallel ranks cannot share attention that "
             f"{shape.unshared}"
         )
-    if plan.parallelism.pipeline_parallel_degree > 1:
+    stages = plan.parallelism.pipeline_parallel_degree
+    if shape.unsent and (ranks > 1 or stages > 1):
+        raise CaptureError(shape.unsent)
+    if stages > 1:
         refuse_stages(chain, shape)
     _refuse_loose(model, {*blocks, *others})
     own = beside_blocks(model, list(blocks))
@@ -154,8 +157,8 @@ def _blocks(model: nn.Module, plan: ClusterFile) -> dict[str, nn.Module]:
     missing = [path for path in places if path not in modules]
     if missing:
         raise PlanError(
-            f"build the model that was planned: the plan's block {missing[0]} is not in this "
-            f"{type(model).__name__}, and the plan is for {plan.model}. {MAKE_AGAIN}"
+            f"build the model that was planned, or {MAKE_AGAIN}: the plan's block {missing[0]} is "
+            f"not in this {type(model).__name__}, and the plan is for {plan.model}"
         )
     return {path: modules[path] for path in places}
 

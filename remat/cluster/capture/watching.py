@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.capture.known_values import on_meta
+from remat.cluster.capture.known_values import DataDependence, on_meta
 from remat.cluster.capture.model_chain import (
     BlockShape,
     ChainModel,
@@ -156,6 +156,9 @@ class _Watcher(OpWatcher):
         self.made_by: dict[int, tuple[str, Tensor]] = {}
         trained = (p for p in parameters.values() if p.requires_grad)
         self.trained: dict[int, Tensor] = {id(p): p for p in trained}
+        batch = pytree.tree_leaves((chain.args, chain.kwargs))
+        given = (leaf for leaf in batch if isinstance(leaf, Tensor))
+        self.of_data = DataDependence([*given, *parameters.values()])
         self.hash = hashlib.sha256()
 
     @property
@@ -287,20 +290,24 @@ class _Watcher(OpWatcher):
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if is_drawn:
             self.shape.unshared = self.shape.unshared or _BESIDE_DRAWS
         leaves = pytree.tree_leaves((args, kwargs))
         read = [t for t in leaves if isinstance(t, Tensor)]
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._note_reads(func, read)
         self._count(func, args, kwargs, result)
-        self.note_made(str(func), leaves, made)
+        self.note_made(str(func), leaves, made, is_drawn=is_drawn)
         if func is torch.ops.aten.detach.default:
             self.trained.pop(id(result), None)
         return result
 
-    def note_made(self, said: str, leaves: list[Any], made: list[Tensor]) -> None:
+    def note_made(
+        self, said: str, leaves: list[Any], made: list[Tensor], *, is_drawn: bool = False
+    ) -> None:
         read = [t for t in leaves if isinstance(t, Tensor)]
+        self.of_data.note(read, made, is_drawn=is_drawn)
         # What is made of a split tensor is split, until a layer by rows sums it.
         if self.is_followed and any(id(t) in self.split for t in read):
             self.split.update((id(t), t) for t in made)
@@ -367,6 +374,8 @@ class _Watcher(OpWatcher):
                 block.borders = ()
         elif any(maker < number - 1 for maker in makers.values()):
             self._hand_over(number)
+        if not number:
+            self.shape.unsent = self.of_data.why_unsent(path, args[1:], kwargs)
         reached = [i for i in tensors if id(leaves[i]) in self.trained]
         block.trains = bool(reached) or any(p.requires_grad for p in module.parameters())
         block.with_gradient = tuple(i for i in reached if i not in block.borders)
