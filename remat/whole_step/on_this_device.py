@@ -27,8 +27,7 @@ from remat.whole_step.op_writer import op_by_op
 from remat.whole_step.planned_step import PlannedStep, StepTask
 from remat.whole_step.rank_share import in_shards, share_of
 from remat.whole_step.step_config import StepConfig
-from remat.whole_step.step_planning import StepPlan, StepRequest, step_request
-from remat.whole_step.step_search import fastest_in_chunks
+from remat.whole_step.step_planning import StepRequest, fastest_plan, step_request
 
 if TYPE_CHECKING:
     from torch import nn
@@ -212,8 +211,7 @@ class StepHere:
         }
 
     def _fastest(self) -> _Chosen:
-        found = fastest_in_chunks(self.costed, self._task, self.request.microbatches)
-        plan = StepPlan(self.request, *found)
+        plan = fastest_plan(self.costed, self._task, self.request)
         if plan.shortage:
             raise BudgetError(plan.shortage)
         return _Chosen(plan.best.config, plan.chunks, plan.schedule.steps)
