@@ -44,7 +44,8 @@ from remat.graph_capture.distributed.collectives import FakeGroups
 from remat.graph_capture.errors import CaptureError, FactoryError
 from remat.graph_capture.files import CacheFiles, decode_json
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.factory import NamedFunction, call, function_named
+from remat.job.factory import call
+from remat.job.named_function import NamedFunction, function_named
 
 _SEQ_NAMES = ("seq", "sequence", "seq_len")
 _TENSOR, _CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
