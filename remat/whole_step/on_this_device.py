@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.graph import Optimizer as OptimizerName
     from remat.graph_capture.graph import TrainingGraph
     from remat.graph_capture.tracing.recipe import Split
-    from remat.graph_capture.tracing.trace import Trace
+    from remat.graph_capture.tracing.traced_step import Trace
     from remat.rewriter.guards.forward import Guards
     from remat.whole_step.program import JointResults
     from remat.whole_step.running import WholeStep

@@ -312,15 +312,7 @@ def _searched(
             chunks = (ChunkedRegion(region.name, choice.chunks, choice.exact),)
             task = task_of(in_chunks(graph, chunks))
             found = plan_whole_step(task, count, most=most, known=best.found, progress=told)
-            if _rank(found) >= _rank(best.found):
+            if found.rank >= best.found.rank:
                 break  # more of them take longer still
             best = StepPlan(request, task, found, chunks)
     return dataclasses.replace(best, found=dataclasses.replace(best.found, lower_bound_us=bound_us))
-
-
-def _rank(found: StepResult) -> tuple[bool, bool, float]:
-    """Of two, the lower is better: by time, or without a plan by what would do."""
-    if found.plan is not None:
-        return False, False, found.plan.simulation.time_us
-    assert found.short is not None
-    return True, found.short.tier == "device", found.short.need_bytes

@@ -62,6 +62,14 @@ class StepResult:
     def gap(self) -> float | None:
         return gap_of(self.plan.simulation.time_us, self.lower_bound_us) if self.plan else None
 
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Of two, the lower is better: by time, or without a plan by what would do."""
+        if self.plan is not None:
+            return False, False, self.plan.simulation.time_us
+        assert self.short is not None
+        return True, self.short.tier == "device", self.short.need_bytes
+
 
 def plan_whole_step(
     task: StepTask, microbatches: int, *, most: int = MOST_JUDGED, known: StepResult | None = None,
