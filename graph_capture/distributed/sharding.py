@@ -163,6 +163,7 @@ class Sharding:
         return self.kind in ("ddp", "zero1")
 
     def shard_elements(self, shape: Sequence[int]) -> int:
+        """Elements of the rows of one rank (`shard_shape`)."""
         return math.prod(shard_shape(shape, self.shard_ranks))
 
     def summed_bytes(self, dtype: str) -> int:
