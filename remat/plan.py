@@ -114,9 +114,7 @@ class Plan(PlanFacts, frozen=True):
             return agreed_load(self._file(), model, args, kwargs, compile=compile, **batch)
         if isinstance(self.step, RangedGraph):
             known: dict[str, Any] = {"over": self.step, "compile": compile, "audit": audit}
-            if self.family is not None:
-                return agreed_rewrite(model, self.family, **known)
-            return agreed_rewrite(model, self._scheduled(), **known)
+            return agreed_rewrite(model, self.family or self._scheduled(), **known)
         from remat.solved import Solved, facts_of  # not above: a kept plan imports no solver
 
         schedule, facts = self._scheduled(), facts_of(Solved(self._graph(), self))
