@@ -141,12 +141,14 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
 
 
 def values_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of their names and all their bits; one on the meta device has no bits, but a shape."""
+    """Of their names and all their bits; of what is no plain tensor with storage, its shape."""
     from remat.rewriter.checking.outcomes import fingerprint  # one process does without
+    from remat.rewriter.guards.forward import is_plain
 
     found = hashlib.sha256()
     for name, one in tensors:
-        said = f"{one.dtype} {list(one.shape)}" if one.is_meta else fingerprint(one)
+        has_bits = is_plain(one) and not one.is_meta
+        said = fingerprint(one) if has_bits else f"{type(one).__name__} {one.dtype} {one.shape}"
         found.update(f"{name} {said}\n".encode())
     return found.hexdigest()
 

@@ -77,7 +77,9 @@ def test_digests_tell_values_and_names_apart() -> None:
     scaled, turned = ends(), ends()
     scaled.out.get_buffer("scale").fill_(2)
     turned.out.register_buffer("scale", torch.full((1,), 1j))
-    found = [ends(), other, scaled, turned, ends("meta"), nn.Sequential(nn.Linear(4, 8))]
+    sparse = ends()
+    sparse.register_buffer("pairs", torch.eye(2).to_sparse())
+    found = [ends(), other, scaled, turned, sparse, ends("meta"), nn.Sequential(nn.Linear(4, 8))]
     assert len({digest({"": one}) for one in found}) == len(found)
 
 
