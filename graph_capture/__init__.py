@@ -9,7 +9,8 @@ from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 if TYPE_CHECKING:
     from remat.graph_capture.capture_api import capture
     from remat.graph_capture.costs.op_costs import measure_costs
-    from remat.graph_capture.tracing.trace import Trace, trace
+    from remat.graph_capture.tracing.trace import trace
+    from remat.graph_capture.tracing.traced_step import Trace
 
 __all__ = ["Op", "Resident", "Trace", "TrainingGraph", "Value", "capture", "measure_costs", "trace"]
 
@@ -17,7 +18,7 @@ _LAZY = {
     "measure_costs": "costs.op_costs",
     "capture": "capture_api",
     "trace": "tracing.trace",
-    "Trace": "tracing.trace",
+    "Trace": "tracing.traced_step",
 }
 
 

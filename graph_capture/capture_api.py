@@ -15,6 +15,7 @@ from torch import nn
 
 from remat.graph_capture.chunking.regions import RegionCandidate
 from remat.graph_capture.costs.cache import Profile, as_profile
+from remat.graph_capture.costs.op_times import ProgressCallback
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
 from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.distributed.dtensors import parameters_cast
@@ -27,7 +28,8 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
+from remat.graph_capture.tracing.trace import trace
+from remat.graph_capture.tracing.traced_step import Trace
 
 
 @overload

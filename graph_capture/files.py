@@ -216,7 +216,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def _another_version(cls, version: int, name: str) -> RematError:
         reads = f"and this release reads {cls.reads[-1]}"
-        return cls.error(f"{name} has schema version {version}, {reads}. {cls.again}")
+        return cls.error(f"{cls.again}: {name} has schema version {version}, {reads}")
 
     def to_json(self) -> bytes:
         """Encode as JSON; `from_json` reads it back to an equal object."""
@@ -235,7 +235,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             if version in (None, *cls.reads):
                 return decode_json(data, cls)
         except RematError as error:
-            text = f"{name} is not a {cls.noun} of this release ({error}). {cls.again}"
+            text = f"{cls.again}: {name} is not a {cls.noun} of this release ({error})"
             raise cls.error(text) from error
         raise cls._another_version(version, name)  # whose fields may be others
 

@@ -315,7 +315,7 @@ class TrainingStep(Record, frozen=True):
     and its figures show in a notebook.
     """
 
-    again: ClassVar[str] = "Make it again with: remat show MODEL --as graph -o FILE"
+    again: ClassVar[str] = "make it again with remat show MODEL --as graph -o FILE"
     error: ClassVar[type[RematError]] = GraphError
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from remat.graph_capture.graph import TrainingStep as Step
     from remat.job.size_search import largest_batch
     from remat.one_call import rematerialize, solve
-    from remat.plan import Plan, load, plans
+    from remat.plan import Plan
+    from remat.plans_at_hand import load, plans
     from remat.rewriter.checking.check import check
 
 __all__ = [
@@ -64,8 +65,8 @@ _HOMES = {  # where a name is defined, but for errors and wings
     "capture": "remat.graph_capture.capture_api",
     "check": "remat.rewriter.checking.check",
     "largest_batch": "remat.job.size_search",
-    "load": "remat.plan",
-    "plans": "remat.plan",
+    "load": "remat.plans_at_hand",
+    "plans": "remat.plans_at_hand",
     "profile": "remat.graph_capture.costs.measuring",
     "rematerialize": "remat.one_call",
     "solve": "remat.one_call",

@@ -58,7 +58,8 @@ def require_options(options: Mapping[str, Any]) -> None:
             f"{option('group', group)} is not a group of ranks"
         )
     sharding = options.get("sharding")
-    if options.get("blocks") is None and sharding is not None and sharding.blocks:
+    is_one_module = options.get("blocks") is None and options.get("microbatches") is None
+    if is_one_module and sharding is not None and sharding.blocks:
         raise RewriteError(
             "plan the modules one by one, with remat.rematerialize(..., blocks=...), and shard "
             "the blocks that it rewrote: modules inside a rewritten one cannot be sharded "

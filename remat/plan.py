@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from remat.graph_capture.errors import BudgetError, PlanError
-from remat.graph_capture.graph import TrainingGraph, TrainingStep
+from remat.graph_capture.graph import TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.schedules.family import Family, RangePeak, peak_over, resized_schedule
-from remat.schedules.outcome import Check, Result
-from remat.schedules.plan import PlanFile, Prediction, evaluate_plan
+from remat.plan_facts import PlanFacts, of_one_size
+from remat.schedules.family import RangePeak, peak_over, resized_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from remat.analysis.explanation import Explanation
     from remat.analysis.inspect import InspectBy, Inspection
     from remat.analysis.plan_figures import EveryNth
-    from remat.compile.graph_context import CompiledPlan
     from remat.ranges.curve import Curve
     from remat.rewriter.arena.arena import Arena
     from remat.rewriter.checkpoint_policy import OccurrencePolicy
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from remat.solver.budgets.front import Front, GibPrice
 
 
-class Plan(Result, frozen=True):
+class Plan(PlanFacts, frozen=True):
     """A schedule, what simulating it and the proofs say of it, and where it came from.
 
     What nothing fits is a plan too: its `schedule` is None.
@@ -51,12 +48,6 @@ class Plan(Result, frozen=True):
     check : what a step of the plan showed beside an unmodified one; None if none was run.
     """
 
-    step: TrainingGraph | RangedGraph | None = None
-    family: Family | None = None
-    source: Any = None
-    code: Any = None
-    check: Check | None = None
-
     @classmethod
     def of(cls, step: TrainingStep, schedule: Schedule, budget_bytes: int = 0) -> Self:
         """The plan of a schedule at hand, such as one of a solver of yours.
@@ -71,40 +62,11 @@ class Plan(Result, frozen=True):
         """
         from remat.solver.result import evaluate_schedule
 
-        graph = _of_one_size(step)
+        graph = of_one_size(step)
         schedule = schedule if graph is step else resized_schedule(schedule, graph)
         budget_bytes = budget_bytes or schedule.budget_bytes or simulate(graph, schedule).peak_bytes
         result = evaluate_schedule(graph, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
         return cls.from_result(result, step=step)
-
-    @classmethod
-    def from_result(cls, result: Result, **known: Any) -> Self:
-        """The plan of what a solver returned; `known` are the other fields."""
-        # Of a result that is a plan, as one at hand is, what it says of another step is left out.
-        return cls(**{name: getattr(result, name) for name in Result.__struct_fields__}, **known)
-
-    @classmethod
-    def from_family(cls, family: Family, step: RangedGraph | None, source: Any = None) -> Self:
-        """The plan of a family; figures are of the largest sizes, the peak that of any size."""
-        schedule = family.top.schedule
-        figures: dict[str, Any] = {"overhead": family.top.overhead}
-        if step is not None:
-            graph = _of_one_size(step)
-            schedule = resized_schedule(schedule, graph)
-            figures["time_us"] = simulate(graph, schedule).time_us
-            figures["lower_bound_us"] = graph.time_us * (1 + family.top.lower_overhead)
-        return cls(
-            status="feasible", solver=schedule.solver, budget_bytes=family.budget_bytes,
-            schedule=schedule, peak_bytes=family.peak_bytes, step=step, family=family,
-            source=source, **figures,
-        )  # fmt: skip
-
-    @staticmethod
-    def from_file(file: PlanFile) -> Plan:
-        """The plan that a file keeps; with figures, where it keeps the graph behind them."""
-        if file.over is not None:
-            return Plan.from_family(file.over.family, file.over.graph, file)
-        return _with_figures(file.schedule, file.prediction, file.graph, file.check, source=file)
 
     # From the plan to a module, and to a file.
 
@@ -152,9 +114,7 @@ class Plan(Result, frozen=True):
             return agreed_load(self._file(), model, args, kwargs, compile=compile, **batch)
         if isinstance(self.step, RangedGraph):
             known: dict[str, Any] = {"over": self.step, "compile": compile, "audit": audit}
-            if self.family is not None:
-                return agreed_rewrite(model, self.family, **known)
-            return agreed_rewrite(model, self._scheduled(), **known)
+            return agreed_rewrite(model, self.family or self._scheduled(), **known)
         from remat.solved import Solved, facts_of  # not above: a kept plan imports no solver
 
         schedule, facts = self._scheduled(), facts_of(Solved(self._graph(), self))
@@ -438,184 +398,3 @@ class Plan(Result, frozen=True):
         members = self.family.members if self.family is not None else ()
         schedules = [one.schedule for one in members] or [self._scheduled()]
         return tuple(peak_over(ranged, one) for one in schedules)
-
-    # What the questions are asked of, or why they cannot be.
-
-    def _graph(self) -> TrainingGraph:
-        if self.step is None:
-            raise PlanError(
-                "ask the plan that remat.solve made of what remat.capture returned: the step "
-                "behind this plan is not available"
-            )
-        return _of_one_size(self.step)
-
-    def _scheduled(self) -> Schedule:
-        if self.schedule is None:
-            from remat.solved import infeasible_text
-
-            raise BudgetError(infeasible_text(self))
-        return self.schedule
-
-    def _ranged(self) -> RangedGraph:
-        if not isinstance(self.step, RangedGraph):
-            raise PlanError(
-                "capture a range with remat.capture(..., dynamic=...), and solve that: this plan "
-                "is for one size, or its step is not available"
-            )
-        return self.step
-
-    def _members(self) -> Family:
-        if self.family is None:
-            raise PlanError(
-                "solve the range again with remat.solve, for one schedule for each part of it: "
-                "this plan has one schedule for the whole range"
-            )
-        return self.family
-
-    def _module(self) -> nn.Module:
-        if self.source is None or isinstance(self.source, PlanFile):
-            raise PlanError(
-                "apply it, and ask the plan of the module, remat.plans(plan.apply(model))[0]: no "
-                "module follows this plan"
-            )
-        return self.source
-
-    def _file(self) -> PlanFile:
-        if self.code is not None:
-            raise PlanError(
-                "use remat.rematerialize for a plan that a file can hold: torch.compile keeps the "
-                "plans of its graphs itself, with the code"
-            )
-        if isinstance(self.source, PlanFile):
-            return self.source
-        if self.source is None:
-            raise PlanError(
-                "apply the plan, and save that, remat.plans(plan.apply(model))[0].save(path): a "
-                "file needs to know the model and its batch, and this plan does not"
-            )
-        from remat.rewriter.plans.loading import plan_of
-
-        return plan_of(self.source)
-
-    def _repr_html_(self) -> str:
-        if self.schedule is None or self.step is None:  # without its step nothing can be drawn
-            return super()._repr_html_()
-        from remat.analysis.plan_report import plan_card
-
-        return plan_card(self._graph(), self, self.check)
-
-    def __str__(self) -> str:
-        return str(self.family or self.code or repr(self))
-
-    def __repr__(self) -> str:
-        if self.code is not None:
-            return repr(self.code)
-        if self.family is not None:
-            return repr(self.family)
-        if self.schedule is not None and not self.peak_bytes:
-            return f"Plan({self.solver}, within {self.budget_bytes} bytes; its costs are not known)"
-        return Result.__repr__(self)
-
-
-def _of_one_size(step: TrainingStep) -> TrainingGraph:
-    """The step itself; of a range that of its largest sizes, with bytes that bound all others."""
-    graph = step.bounding(step.symbols) if isinstance(step, RangedGraph) else step
-    assert isinstance(graph, TrainingGraph)
-    return graph
-
-
-_FIGURES = ("peak_bytes", "time_us", "overhead", "lower_bound_us")
-"""What a file says of its schedule, under the names that a plan has them by."""
-
-
-def load(path: str | Path) -> Plan:
-    """Read a plan that `Plan.save` or ``remat run -o`` kept; `Plan.apply` trains by it.
-
-    Parameters
-    ----------
-    path : a JSON file, or a ``.pt2`` archive.
-
-    Raises
-    ------
-    PlanError : the file is no plan, is cut short or was edited, or the archive holds none.
-    RematError : the file cannot be read.
-    """
-    if not isinstance(path, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PlanError(
-            "pass the file's path: a plan is read from a file, and this is "
-            f"{type(path).__name__}. What a module follows is remat.plans(module)"
-        )
-    from remat.rewriter.plans.loading import read_plan
-
-    file = read_plan(path)
-    if file.graph is not None:
-        evaluate_plan(file, str(path))
-    return Plan.from_file(file)
-
-
-def plans(model: Any = None) -> list[Plan]:
-    """The plans that a module follows, the one that was used last at the end.
-
-    Parameters
-    ----------
-    model : what `remat.rematerialize` or `Plan.apply` returned: one plan, one for each shape that
-        came so far, or with `blocks` that of the whole step. None for the graphs that
-        ``torch.compile(backend="remat")`` has compiled in this process, of which 64 are kept.
-
-    Raises
-    ------
-    PlanError : the module follows no plan.
-    """
-    # What torch.compile returned holds what it compiled; its graphs are not told apart by model.
-    if model is None or hasattr(model, "_orig_mod") or hasattr(model, "_torchdynamo_orig_callable"):
-        from remat.compile.graph_context import compiled_plans
-
-        return [_of_code(one) for one in compiled_plans()]
-    from torch import nn
-
-    from remat.blocks.rematerialized import planned_blocks
-    from remat.caches.per_shape_plans import PlanCache, planned_modules
-
-    if not isinstance(model, nn.Module):
-        raise PlanError(
-            "pass what remat.rematerialize or Plan.apply returned: a module follows plans, and "
-            f"this is {type(model).__name__}"
-        )
-    if isinstance(model, PlanCache):
-        return [_of_module(one) for one in planned_modules(model)]
-    blocks = planned_blocks(model)
-    return [Plan.from_result(blocks.result)] if blocks is not None else [_of_module(model)]
-
-
-def _of_code(code: CompiledPlan) -> Plan:
-    return Plan(
-        status="feasible", solver="auto", budget_bytes=code.budget_bytes, schedule=code.schedule,
-        peak_bytes=code.peak_bytes, overhead=code.overhead, wall_s=code.seconds, code=code,
-    )  # fmt: skip
-
-
-def _of_module(module: nn.Module) -> Plan:
-    from remat.rewriter.plans.loading import followed  # not the file: a batch may not fit in one
-    from remat.rewriter.user_module.ranged import RangedModule
-
-    kind: Any = type(module)
-    if not hasattr(kind, "modules_again"):  # in parts, the plan is of a coarse graph
-        kind = followed(module)
-    if issubclass(kind, RangedModule):
-        return Plan.from_family(kind._remat_family, kind._remat_graph, module)
-    known = (kind._remat_prediction, kind._remat_costed, kind._remat_check)
-    return _with_figures(kind._remat_schedule, *known, source=module)
-
-
-def _with_figures(
-    schedule: Schedule, said: Prediction | None, graph: TrainingGraph | None,
-    check: Check | None, source: Any,
-) -> Plan:  # fmt: skip
-    """The plan of a schedule, with what was predicted of it where that is known."""
-    figures = {name: getattr(said, name) for name in _FIGURES if said is not None}
-    status = "optimal" if said is not None and said.gap == 0 else "feasible"
-    return Plan(
-        status=(said and said.status) or status, solver=schedule.solver,
-        budget_bytes=schedule.budget_bytes, schedule=schedule, step=graph, source=source,
-        check=check, **figures,
-    )  # fmt: skip

@@ -23,7 +23,7 @@ from remat.formats import percent_text
 if TYPE_CHECKING:
     from rich import progress as rich_progress
 
-    from remat.graph_capture.tracing.trace import ProgressCallback
+    from remat.graph_capture.costs.op_times import ProgressCallback
     from remat.solver.search import Progress
 
 

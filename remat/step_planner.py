@@ -21,7 +21,8 @@ from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing.option_pairs import not_taken_with
-from remat.graph_capture.tracing.trace import Trace, trace
+from remat.graph_capture.tracing.trace import trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.levers.chunks_at_need import may_wait, naming_tolerance, solved_at_need
 from remat.levers.optimizer_in_backward import release_of, updates_of
 from remat.progress import solver_shown, stopwatch_of_call

@@ -77,7 +77,7 @@ class StepSpec:
         known["model"] = original_of(known["model"])
         known["options"] = {**known.get("options", {}), **of_solver}
         spec = cls(**known)
-        require_compatible(**spec.asked | spec.reduced_by_block)
+        require_compatible(**spec.asked | spec.reduced_before_updates)
         require_dynamic(spec.model, spec.dynamic, may_be_auto=False)
         return spec
 
@@ -92,7 +92,7 @@ class StepSpec:
         return found | {name: getattr(self, name) is not None for name in _OBJECTS}
 
     @property
-    def reduced_by_block(self) -> dict[str, bool]:
+    def reduced_before_updates(self) -> dict[str, bool]:
         """What a table of pairs need not hold against a model whose blocks are sharded: gradients
         of each are whole when its backward ends. Nor against a whole step, which reduces them."""
         is_by_part = self.blocks is not None and self.sharding.kind == "fsdp2"

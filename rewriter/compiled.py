@@ -28,7 +28,7 @@ from remat.graph_capture.torch_private.aot import (
 from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, MutatedAttribute
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import JointEdit
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.rewriter.graphs.backward_parts import GradientGates, in_parts
 from remat.rewriter.graphs.codegen import Boxed, boxed, compile_boxed, marks
 from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs

@@ -22,7 +22,8 @@ from remat.graph_capture.tracing import trace as tracing
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
+from remat.graph_capture.tracing.trace import trace_recipe
+from remat.graph_capture.tracing.traced_step import Trace, with_edits
 from remat.rewriter.arena.captured import capture_steps
 from remat.rewriter.checking.audit import Audits, of_steps
 from remat.rewriter.compiled import compile_step, edits_of, links_of

@@ -188,7 +188,7 @@ CPU_ALIGNMENT_BYTES = 64  # torch's allocator for the CPU aligns to it (`c10/cor
 
 class Layout(Record, frozen=True):
     noun: ClassVar[str] = "layout"
-    again: ClassVar[str] = "Make it again with: remat run MODEL --budget BUDGET --layout FILE"
+    again: ClassVar[str] = "make it again with remat run MODEL --budget BUDGET --layout FILE"
     error: ClassVar[type[RematError]] = LayoutError
     offsets_bytes: tuple[int, ...]  # in the order of `Buffers`, from the start of the arena
     arena_bytes: int  # from its start to the end of the buffer that ends last

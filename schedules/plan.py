@@ -238,7 +238,7 @@ def _check_header(data: bytes | str, name: str) -> None:
         header = dict[str, object]()  # JSON, but no object: refused below, as it has no kind
     except TextError as error:
         raise PlanError(
-            f"{name} is not a plan, or is cut short: it is not JSON ({error}). {MAKE_PLAN_AGAIN}"
+            f"{MAKE_PLAN_AGAIN}: {name} is not a plan, or is cut short: it is not JSON ({error})"
         ) from error
     if "steps" in header and "kind" not in header:
         raise PlanError(
@@ -247,7 +247,7 @@ def _check_header(data: bytes | str, name: str) -> None:
             "Or keep a whole plan with remat run MODEL --budget BUDGET -o FILE"
         )
     if header.get("kind") != KIND:
-        raise PlanError(f"{name} is no plan: its kind is not {KIND!r}. {MAKE_PLAN_AGAIN}")
+        raise PlanError(f"{MAKE_PLAN_AGAIN}: {name} is no plan, as its kind is not {KIND!r}")
 
 
 AGREEMENT = 1e-9  # largest relative difference of two times that come from the same sum
@@ -264,7 +264,7 @@ def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph
     try:  # anyone can edit a file, so its peak and time are simulated again
         simulation = simulate(plan.graph, plan.schedule)
     except ScheduleError as error:
-        raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
+        raise PlanError(f"{MAKE_PLAN_AGAIN}: {name} was edited, or is stale: {error}") from error
     if plan.prediction is not None:
         _require_same(plan.prediction, simulation, name)
     require_within_budget(plan.schedule, simulation.peak_bytes, name)
@@ -278,7 +278,7 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
     is_whole = family.symbols == graph.symbols and bool(family.members)
     if not is_whole or top not in family.top.corners:  # `number_at` relies on the last one
         raise PlanError(
-            f"{name} was edited: its schedules do not serve its range. {MAKE_PLAN_AGAIN}"
+            f"{MAKE_PLAN_AGAIN}: {name} was edited, as its schedules do not serve its range"
         )
     try:
         for member in family.members:
@@ -289,20 +289,20 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
                 found = simulate(bounding, resized_schedule(member.schedule, bounding))
                 if found.peak_bytes > min(member.peak_bytes, family.budget_bytes):
                     raise PlanError(
-                        f"{name} was edited, or is stale: at {one} its schedule has a peak of "
-                        f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it says "
-                        f"and the budget of {family.budget_bytes}. {MAKE_PLAN_AGAIN}"
+                        f"{MAKE_PLAN_AGAIN}: {name} was edited, or is stale: at {one} its schedule "
+                        f"has a peak of {found.peak_bytes} bytes, above the {member.peak_bytes} "
+                        f"that it says and the budget of {family.budget_bytes}"
                     )
     except (ScheduleError, GraphError, SignatureError, KeyError) as error:  # a corner lacks a size
-        raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
+        raise PlanError(f"{MAKE_PLAN_AGAIN}: {name} was edited, or is stale: {error}") from error
 
 
 def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> None:
     if 0 < schedule.budget_bytes < peak_bytes:  # a budget of 0 means none
         raise PlanError(
-            f"the peak of {name} is {peak_bytes} bytes on this graph, above its budget of "
-            f"{schedule.budget_bytes}: it was edited, or made with the sizes of another machine. "
-            f"{MAKE_PLAN_AGAIN}"
+            f"{MAKE_PLAN_AGAIN}: {name} was edited, or made with the sizes of another machine, as "
+            f"its peak is {peak_bytes} bytes on this graph, above its budget of "
+            f"{schedule.budget_bytes}"
         )
 
 
@@ -321,6 +321,6 @@ def _require_same(said: Prediction, found: Simulation, name: str) -> None:
         # Absolute below 1, since overhead and gap may be 0.
         if abs(planned - real) > AGREEMENT * max(abs(real), 1.0):
             raise PlanError(
-                f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and "
-                f"simulating its schedule on its graph gives {real:.10g}. {MAKE_PLAN_AGAIN}"
+                f"{MAKE_PLAN_AGAIN}: {name} was edited, or is stale: it says {figure} "
+                f"{planned:.10g}, and simulating its schedule on its graph gives {real:.10g}"
             )

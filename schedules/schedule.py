@@ -87,7 +87,7 @@ class Schedule(Record, frozen=True):
     """
 
     noun: ClassVar[str] = "plan"
-    again: ClassVar[str] = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
+    again: ClassVar[str] = "make it again with remat run MODEL --budget BUDGET -o FILE"
     error: ClassVar[type[RematError]] = ScheduleError
     reads: ClassVar[tuple[int, ...]] = (1, 2)  # of 1, what went to the tier below left at once
     steps: tuple[Step, ...]

@@ -14,7 +14,7 @@ from torch import fx
 
 from remat.graph_capture.costs.cache import flops_of, moved_bytes
 from remat.graph_capture.graph import TANGENTS, Op, TrainingGraph
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 
 FLOPS_PER_US = 150e6
 """150 Tflop/s."""

@@ -33,8 +33,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import Update
 from remat.whole_step.planned_step import PlannedStep, Short, StepTask
-from remat.whole_step.step_planning import StepPlan, StepRequest, planned_from
-from remat.whole_step.step_search import fastest_in_chunks
+from remat.whole_step.step_planning import StepPlan, StepRequest, fastest_plan, planned_from
 
 RESULTS = Path(__file__).parents[1] / "results" / "published" / "tiers.json"
 FLOPS = 6
@@ -185,7 +184,7 @@ def _by_drives(graph: TrainingGraph, request: StepRequest, drives: int) -> StepP
         assert graph.links is not None
         return StepTask(microbatch_of(one), update, graph.links, budget_bytes)
 
-    return StepPlan(request, *fastest_in_chunks(graph, task_of, request.microbatches))
+    return fastest_plan(graph, task_of, request)
 
 
 def kept_of(case: Case) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Choice, Op, PartKind, Region, TrainingGraph, Value
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import NodeOrigins, copy_of
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 
 COUNTS = (2, 4, 8, 16)  # numbers of chunks that are costed
 # Tensors of the logits' size that a head's backward holds. A head is taken by default if they are

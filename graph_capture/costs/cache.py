@@ -312,7 +312,7 @@ class Profile(Record, frozen=True):
     """
 
     noun: ClassVar[str] = "profile"
-    again: ClassVar[str] = "Measure it again with: remat profile MODEL -o FILE"
+    again: ClassVar[str] = "measure it again with remat profile MODEL -o FILE"
     error: ClassVar[type[RematError]] = ProfileError
     device: str
     title: str
@@ -328,7 +328,7 @@ class Profile(Record, frozen=True):
         """As of any record; `ProfileError` too for a figure that cannot be."""
         found = super().from_json(data, name)
         if why := found._why_wrong():
-            raise ProfileError(f"{name} {why}. {cls.again}")
+            raise ProfileError(f"{cls.again}: {name} {why}")
         return found
 
     def _why_wrong(self) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 
 from remat.graph_capture.costs.cache import CostCache, OpWork, Profile, ProfiledOp, work_of
 from remat.graph_capture.costs.op_costs import examples, measure_costs_with
+from remat.graph_capture.costs.op_times import ProgressCallback
 from remat.graph_capture.devices.known_devices import (
     CPU,
     CUDA,
@@ -37,7 +38,8 @@ from remat.graph_capture.errors import ProfileError, option
 from remat.graph_capture.graph import Link, Links, TrainingGraph
 from remat.graph_capture.spill_files import host_folder, require_writable
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
+from remat.graph_capture.tracing.trace import trace
+from remat.graph_capture.tracing.traced_step import Trace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

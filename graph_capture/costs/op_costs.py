@@ -33,6 +33,7 @@ from remat.graph_capture.costs.cache import (
 from remat.graph_capture.costs.op_times import (
     KERNEL_ERRORS,
     KernelError,
+    ProgressCallback,
     cost_key,
     runner_of,
     times_us,
@@ -58,7 +59,8 @@ from remat.graph_capture.joint.build import SAVE_RNG, Joint
 from remat.graph_capture.joint.gradients import with_update_costs
 from remat.graph_capture.joint.nodes import fresh_storages, is_custom, target_name, tensors_of
 from remat.graph_capture.tracing.fake_tensors import require_layout
-from remat.graph_capture.tracing.trace import ProgressCallback, Trace, numbers_of_users_kept
+from remat.graph_capture.tracing.traced_step import Trace
+from remat.graph_capture.tracing.trials import numbers_of_users_kept
 
 # The cost of each distinct op, measured by running it alone on made data.
 

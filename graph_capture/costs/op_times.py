@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -39,6 +39,14 @@ class _OpTime(NamedTuple):
     cost_us: float
     away: float  # the part of its time that went to other programs
     queue_us: float  # as of `Meter.queue_us`
+
+
+class ProgressCallback(Protocol):
+    """Told how far work is: how much is done of what total, or in words what is done now."""
+
+    def __call__(self, done: int = 0, total: int | None = None, *, text: str = "") -> None:
+        """Show it."""
+        ...
 
 
 KEEP_S = 2.0  # seconds after which times are handed out to be kept, in case the process is ended

@@ -51,7 +51,7 @@ from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Val
 from remat.graph_capture.joint.gradients import with_update_costs
 from remat.graph_capture.joint.nodes import argument, tensors_of
 from remat.graph_capture.torch_private.core import precision_settings
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 
 _LAUNCH_PART = 0.1  # an op whose work is a smaller part of a launch shows how long a launch is
 _LEAST_WORK = 0.5  # in launches: an op of less work says too little of the rates for a fit

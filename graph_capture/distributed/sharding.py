@@ -163,11 +163,8 @@ class Sharding:
         return self.kind in ("ddp", "zero1")
 
     def shard_elements(self, shape: Sequence[int]) -> int:
-        """Elements of one rank's part: of the first dimension, rounded up as FSDP2 pads."""
-        if self.shard_ranks == 1:
-            return math.prod(shape)
-        first = shape[0] if shape else 1
-        return -(-first // self.shard_ranks) * math.prod(shape[1:])
+        """Elements of the rows of one rank (`shard_shape`)."""
+        return math.prod(shard_shape(shape, self.shard_ranks))
 
     def summed_bytes(self, dtype: str) -> int:
         """Of an element of a whole gradient that is added to before it is reduced."""
@@ -182,6 +179,12 @@ class Sharding:
 NO_SHARDING = Sharding()
 UNTIMED = "the time of communication is not counted"
 MASTER_BYTES = 4  # of an element of a parameter that a policy casts: it is held in float32
+
+
+def shard_shape(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Of one rank's rows: equal on all, so the last ones are padded, as FSDP2 does."""
+    first = shape[0] if shape else 1
+    return (-(-first // ranks), *shape[1:])
 
 
 def element_bytes(dtype: str) -> int:

@@ -20,7 +20,12 @@ from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, corner, evaluated, spread
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes
 from remat.graph_capture.tracing.resident import resident_of_batch
-from remat.graph_capture.tracing.trace import Trace, edit_traced, joint_of, num_forward_outputs
+from remat.graph_capture.tracing.traced_step import (
+    Trace,
+    edit_traced,
+    joint_of,
+    num_forward_outputs,
+)
 
 _Evaluated = tuple[Sizes, TrainingGraph]  # sizes, and the graph built of the trace at these sizes
 

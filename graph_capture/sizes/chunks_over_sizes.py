@@ -29,7 +29,7 @@ from remat.graph_capture.sizes.ranged_chunks import ChunkPoint, Extent, RangedCh
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Sizes, corner, evaluated, spread
 from remat.graph_capture.sizes.trace_over_sizes import SYMBOLIC
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 
 RegionsInChunks = Callable[[Trace, TrainingGraph, Sequence[RegionCandidate]], TrainingGraph]
 """From a trace at one size and its graph with costs to the graph with these regions."""

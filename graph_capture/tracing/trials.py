@@ -79,12 +79,12 @@ def _trial(node: fx.Node, gm: fx.GraphModule) -> str:
         args, kwargs = pytree.tree_unflatten(made, spec)
         return pytree.tree_leaves(target(*args, **kwargs))
 
-    with DisableAutocast(), torch.no_grad(), what_moves(modules_behind([node])):
+    with DisableAutocast(), torch.no_grad(), what_moves(_modules_behind([node])):
         first = run(copies)
         if any(map(differ, given, copies)):
             return "it writes to its arguments"
         # What a first run fills, such as a cache, does not count.
-        with what_moves(modules_behind([node])) as moved:
+        with what_moves(_modules_behind([node])) as moved:
             again = run(given)
     return reason_against(zip(first, again, strict=True), moved)
 
@@ -96,7 +96,7 @@ def reason_against(pairs: Iterable[tuple[Any, Any]], moved: Iterable[str]) -> st
     return " and ".join(dict.fromkeys([*moved, *bits]))
 
 
-def modules_behind(nodes: Iterable[fx.Node]) -> list[str]:
+def _modules_behind(nodes: Iterable[fx.Node]) -> list[str]:
     """The modules of the Python code that custom ops run, where torch knows it."""
     targets = dict.fromkeys(node.target for node in nodes if is_custom(node))
     found = [MODULES.get(one) or module_of_op(one) for one in targets]
@@ -111,6 +111,16 @@ def what_moves(modules: Iterable[str]) -> Generator[list[str]]:
         yield moved
     finally:
         moved += dict.fromkeys(said for put_back in kept if (said := put_back()))
+
+
+@contextlib.contextmanager
+def numbers_of_users_kept(graph: fx.Graph) -> Generator[None]:
+    """Put back what custom ops count in Python, as their own modules hold it."""
+    if not any(map(is_custom, graph.nodes)):
+        yield
+        return
+    with what_moves(_modules_behind(graph.nodes)):
+        yield
 
 
 def _random_streams() -> Iterator[_PutBack]:

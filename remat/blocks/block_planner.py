@@ -34,7 +34,8 @@ from remat.graph_capture.tracing.blocks import (
     watching_calls,
 )
 from remat.graph_capture.tracing.recipe import Recipe
-from remat.graph_capture.tracing.trace import Trace, trace, trace_recipe
+from remat.graph_capture.tracing.trace import trace, trace_recipe
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.rewriter.guards.live_state import named_state
 from remat.schedules.derived import assembled
 from remat.schedules.family import Family

@@ -21,7 +21,7 @@ from remat.graph_capture.costs.op_costs import Sized
 from remat.graph_capture.errors import PlanError, ScheduleError
 from remat.graph_capture.files import CacheFiles, decode_json
 from remat.graph_capture.graph import Links, TrainingGraph
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.compiled import compile_step
 from remat.rewriter.rewriting import trace_of_schedule

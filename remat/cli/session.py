@@ -46,7 +46,7 @@ from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, note_interrupt, one_job
 
 if TYPE_CHECKING:
-    from remat.graph_capture.tracing.trace import ProgressCallback
+    from remat.graph_capture.costs.op_times import ProgressCallback
 
 
 _IN_C = ("numpy", "torch")  # an exception during their import would abort the process

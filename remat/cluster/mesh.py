@@ -58,7 +58,8 @@ class Job(msgspec.Struct, frozen=True):
     `unstaged` : why the chain cannot be cut into stages, beginning with a way out; empty if it can.
     `heads` : of queries and of keys, of each attention whose heads context parallel ranks share.
     `kinds` : of each block in turn; empty where all are equal. `unrun` : why
-    `remat.cluster.parallelize` does not run the chain, likewise.
+    `remat.cluster.parallelize` does not run the chain, likewise. `unsent` : why it does not with
+    stages or context parallel ranks.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Job(msgspec.Struct, frozen=True):
     heads: tuple[tuple[int, int], ...] = ()
     kinds: tuple[int, ...] = ()
     unrun: str = ""
+    unsent: str = ""
 
     @property
     def kind_of_layer(self) -> tuple[int, ...]:

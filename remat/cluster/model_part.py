@@ -21,7 +21,7 @@ from remat.cluster.capture.known_values import on_meta
 from remat.cluster.capture.model_chain import leaf_on_meta, state_on_meta
 from remat.cluster.capture.rank_graph import Passes
 from remat.graph_capture.errors import CaptureError, StateChangedError
-from remat.graph_capture.torch_private.core import OpWatcher, pytree
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with, with_replaced
 
@@ -177,38 +177,10 @@ def _copied_on_meta(
         return copy.deepcopy(model, memo), pytree.tree_map(leaf_on_meta, args)
 
 
-class _DependsOn(OpWatcher):
-    """Follows what is computed from some tensors: from their contents, not from their shapes."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        # Held, so that no other tensor gets the id of one.
-        self.known = {id(tensor): tensor for tensor in tensors}
-
-    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if is_drawn or any(id(leaf) in self.known for leaf in pytree.tree_leaves((args, kwargs))):
-            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-            self.known.update((id(tensor), tensor) for tensor in made)
-        return result
-
-
-def arrival_of(before: Before, model: nn.Module, args: tuple[Any, ...], path: str) -> Arrival:
-    """The first block's call for a microbatch; `CaptureError` if later stages cannot make it."""
-    batch = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-    with torch.no_grad(), _DependsOn([*batch, *model.parameters()]) as watched:
-        found = _called(before, args)
-    named = {f"argument {i + 1}": leaf for i, leaf in enumerate(found.args_)} | found.kwargs
-    for name, given in named.items():
-        # Later stages have neither the batch nor the parameters that it is computed from.
-        if any(id(leaf) in watched.known for leaf in pytree.tree_leaves(given)):
-            raise CaptureError(
-                f"compute {name} in the blocks, or plan with --cp 1 and --pp 1: block {path} gets "
-                "it, computed from the batch, from parameters or from random numbers, and other "
-                "ranks have none of these"
-            )
-    return found
+def arrival_of(before: Before, args: tuple[Any, ...]) -> Arrival:
+    """The first block's call for a microbatch."""
+    with torch.no_grad():
+        return _called(before, args)
 
 
 def call_like(before: Before, args: tuple[Any, ...]) -> Arrival:

@@ -44,7 +44,8 @@ from remat.graph_capture.distributed.collectives import FakeGroups
 from remat.graph_capture.errors import CaptureError, FactoryError
 from remat.graph_capture.files import CacheFiles, decode_json
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.factory import NamedFunction, call, function_named
+from remat.job.factory import call
+from remat.job.named_function import NamedFunction, function_named
 
 _SEQ_NAMES = ("seq", "sequence", "seq_len")
 _TENSOR, _CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
@@ -115,7 +116,7 @@ def job_of(chains: Chains, request: ClusterRequest, groups: FakeGroups) -> Job:
         {place: _passes(chain, shape, place) * of_place for place, of_place in flops.items()}, 0,
         _tensor_degrees(chain, shape, asked, groups, request.node_size),
         _context_degrees(shape, asked), why_unstaged(chain, shape), tuple(sorted(shape.heads)),
-        kinds, shape.unrun or loose_state(chain),
+        kinds, shape.unrun or loose_state(chain), shape.unsent,
     )  # fmt: skip
     weights = {place: _weights(chain, shape, place) for place in flops}
     of_attention = {place: (1 if _is_idle(shape, place) else _BACKWARD_TIMES) for place in flops}

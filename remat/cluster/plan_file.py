@@ -21,7 +21,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
 
 _CLUSTER_KIND = "remat cluster plan"
-MAKE_AGAIN = "Make it again with: remat cluster MODEL --gpus N -o FILE"
+MAKE_AGAIN = "make it again with remat cluster MODEL --gpus N -o FILE"
 
 
 class Parallelism(msgspec.Struct, frozen=True):
@@ -164,10 +164,10 @@ def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
     plan = ClusterFile.from_json(data, name)
     if plan.kind != _CLUSTER_KIND:
         raise PlanError(
-            f"{name} is not a {ClusterFile.noun}: its kind is {plan.kind!r}. {MAKE_AGAIN}"
+            f"{MAKE_AGAIN}: {name} is not a {ClusterFile.noun}, as its kind is {plan.kind!r}"
         )
     if wrong := _wrong(plan):
-        raise PlanError(f"{name} was changed: {wrong}. {MAKE_AGAIN}")
+        raise PlanError(f"{MAKE_AGAIN}: {name} was changed, as {wrong}")
     return plan
 
 

@@ -145,7 +145,7 @@ def _file(
         modelled_notes(search.cluster, request, best.plan.mesh, ring),
         Versions(str(torch.__version__), __version__),
         hop_us=hop_us(job, search.cluster, d) if d.pp > 1 else 0.0, context_ring=ring,
-        unrun=job.unrun,
+        unrun=job.unrun or (job.unsent if d.pp > 1 or d.cp > 1 else ""),
     )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:
     """Without a pipeline, microbatches go one by one; `PlanError` for files without costs."""
     if not all(stage.costs for stage in plan.stages):
         raise PlanError(
-            f"{name} does not say what its stages take, so its step cannot be drawn. {MAKE_AGAIN}"
+            f"{MAKE_AGAIN}: {name} does not say what its stages take, so its step cannot be drawn"
         )
     costs, mesh = in_order([stage.costs for stage in plan.stages]), plan.parallelism
     how = mesh.pipeline_parallel_schedule

@@ -15,7 +15,7 @@ from remat.compile.plan_search import PlanWithCode, fastest_within
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.sizes.symbols import corner
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.inductor.code_by_size import planned_at

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from remat.graph_capture.tracing.recipe import Recipe
-    from remat.graph_capture.tracing.trace import Trace
+    from remat.graph_capture.tracing.traced_step import Trace
 
 
 _EXACT = 1e-9  # of a step: times that differ by less are the same sum in another order

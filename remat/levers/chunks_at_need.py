@@ -24,7 +24,7 @@ from remat.solver.stopping import DEFAULT_GAP
 
 if TYPE_CHECKING:
     from remat.graph_capture.chunking.regions import RegionCandidate
-    from remat.graph_capture.tracing.trace import Trace
+    from remat.graph_capture.tracing.traced_step import Trace
 
 
 class _SolveFor(Protocol):

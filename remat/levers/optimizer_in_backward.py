@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from remat.graph_capture.graph import Optimizer as OptimizerName
     from remat.graph_capture.joint.gradients import GradientRelease
-    from remat.graph_capture.tracing.trace import Trace
+    from remat.graph_capture.tracing.traced_step import Trace
     from remat.rewriter.graphs.updating import Updates
     from remat.step_spec import StepSpec
 

@@ -14,6 +14,7 @@ from remat.budgets import Budget, parse_budget
 from remat.checks import Batch, is_checked, reference_of, require_equal, unless_short
 from remat.graph_capture.capture_api import add_costs, chunks_by, workspaces_by
 from remat.graph_capture.costs.cache import Profile
+from remat.graph_capture.costs.op_times import ProgressCallback
 from remat.graph_capture.costs.step_time import is_beyond
 from remat.graph_capture.devices.memory import LowerTiers
 from remat.graph_capture.distributed.dtensors import parameters_cast, refuse_floats_cast
@@ -26,7 +27,8 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, require_in_range
 from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
+from remat.graph_capture.tracing.trace import trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.levers.chunks_at_need import is_enough, may_wait
 from remat.levers.optimizer_in_backward import release_of, updates_of
 from remat.progress import Stopwatch, stopwatch_of_call

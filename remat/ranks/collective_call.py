@@ -7,13 +7,14 @@ What decides how many collectives a rank runs is agreed on before the next. Any 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import threading
 import time
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,7 @@ from remat.graph_capture import errors
 from remat.graph_capture.errors import AgreementError, RematError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 _Plan = TypeVar("_Plan")
@@ -41,22 +43,30 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             self._messages = RankMessages(self._group, self._what)
         return self
 
-    def require_same_step(self, graph_hash: str) -> None:
-        hashes = self.gathered_texts("step", graph_hash)
-        if others := [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]:
+    def require_same_step(self, graph_hash: str, asked: Mapping[str, str] | None = None) -> None:
+        """`asked` : what else must be the same, by its name in the error."""
+        what, others = self.unlike({"step": graph_hash, **(asked or {})})
+        if what == "step":
             raise AgreementError(
                 "build the same model, and pass a batch of the same shapes, on all ranks: the "
-                f"step captured on rank {', '.join(others)} is not that of rank 0"
+                f"step captured on rank {others} is not that of rank 0"
+            )
+        if what:
+            raise AgreementError(
+                f"give the same {what} on all ranks: what rank {others} has is not what rank 0 has"
             )
 
-    def require_alike(self, what: str, mine: str) -> None:
-        """`what` : named in the error where it differs between ranks."""
-        found = self.gathered_texts(what, mine)
-        if others := [str(rank) for rank, said in enumerate(found) if said != found[0]]:
-            raise AgreementError(
-                f"give the same {what} on all ranks: what rank {', '.join(others)} has is not "
-                "what rank 0 has"
-            )
+    def unlike(self, mine: Mapping[str, str]) -> tuple[str, str]:
+        """The first of these texts that differs between ranks, and which ranks differ from the
+        first; two empty texts if none. All ranks give the same names, in one round."""
+        # Rounds of one call have names of their own.
+        name = f"alike/{next(iter(mine))}"
+        of_ranks = self.gathered_texts(name, msgspec.json.encode(mine).decode())
+        found = [msgspec.json.decode(text, type=dict[str, str]) for text in of_ranks]
+        for what, first in found[0].items():
+            if others := [str(rank) for rank, one in enumerate(found) if one.get(what) != first]:
+                return what, ", ".join(others)
+        return "", ""
 
     def require_same_order(self, order: str) -> None:
         if len(set(self.gathered_texts("order", order))) > 1:
@@ -128,6 +138,19 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
                     raise error_of(before, self._what) from error
         finally:
             messages.leave()
+
+
+def values_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Of their names and all their bits; of what is no plain tensor with storage, its shape."""
+    from remat.rewriter.checking.outcomes import fingerprint  # one process does without
+    from remat.rewriter.guards.forward import is_plain
+
+    found = hashlib.sha256()
+    for name, one in tensors:
+        has_bits = is_plain(one) and not one.is_meta
+        said = fingerprint(one) if has_bits else f"{type(one).__name__} {one.dtype} {one.shape}"
+        found.update(f"{name} {said}\n".encode())
+    return found.hexdigest()
 
 
 def error_of(failure: RankFailure, what: str) -> Exception:

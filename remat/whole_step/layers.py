@@ -14,7 +14,7 @@ from itertools import chain, takewhile
 from msgspec.structs import replace
 
 from remat.graph_capture.distributed.sharding import element_bytes
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph, Value, cached_on
 from remat.solver.blocks.block_options import BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
@@ -116,8 +116,9 @@ class _Layers:
         self.ranges = find_blocks(self.problem, self.reads)
         if len(self.ranges) < 3:
             raise SolverError(
-                f"plan one batch, without microbatches: {graph.name} has no repeated layers in a "
-                "row, and a whole step is planned layer by layer"
+                f"leave out {option('microbatches')}, or give the model more equal layers: a whole "
+                f"step is planned layer by layer, and the {self.problem.n_forward} forward ops of "
+                f"{graph.name} repeat too seldom to be cut into 3 layers or more"
             )
         names = [op.name for op in graph.ops]
         layer_of = {names[op]: at for at, one in enumerate(self.ranges) for op in one.ops}

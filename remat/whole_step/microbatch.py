@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from remat.graph_capture.devices.known_devices import modelled_device, shares_of
 from remat.graph_capture.devices.links import RankLinks
+from remat.graph_capture.distributed.sharding import shard_shape
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import FLOAT32_BYTES, Optimizer, Resident
 
@@ -113,12 +114,7 @@ class Ranks(msgspec.Struct, frozen=True):
         return self.links.us("reduce_scatter", whole_bytes, self.count)
 
     def shard_elements(self, shape: tuple[int, ...]) -> int:
-        return math.prod(self.shard_shape(shape))
-
-    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of one rank's rows: equal on all, so that each rank has the same plan."""
-        first = shape[0] if shape else 1
-        return (-(-first // self.count), *shape[1:])
+        return math.prod(shard_shape(shape, self.count))
 
 
 class Microbatch(msgspec.Struct, frozen=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,12 @@ from msgspec.structs import replace
 
 from remat.budgets import parse_budget
 from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
-from remat.graph_capture.distributed.sharding import Sharding
+from remat.graph_capture.distributed.sharding import Sharding, shard_shape
 from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
 from remat.graph_capture.graph import Tier
 from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
 from remat.progress import stopwatch_of_call
-from remat.ranks.collective_call import CollectiveCall
+from remat.ranks.collective_call import CollectiveCall, values_digest
 from remat.schedules.derived import in_chunks, unchunked
 from remat.schedules.schedule import ChunkedRegion, Schedule, Step
 from remat.schedules.simulate import simulate
@@ -28,8 +27,7 @@ from remat.whole_step.op_writer import op_by_op
 from remat.whole_step.planned_step import PlannedStep, StepTask
 from remat.whole_step.rank_share import in_shards, share_of
 from remat.whole_step.step_config import StepConfig
-from remat.whole_step.step_planning import StepPlan, StepRequest, step_request
-from remat.whole_step.step_search import fastest_in_chunks
+from remat.whole_step.step_planning import StepRequest, fastest_plan, step_request
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.graph import Optimizer as OptimizerName
     from remat.graph_capture.graph import TrainingGraph
     from remat.graph_capture.tracing.recipe import Split
-    from remat.graph_capture.tracing.trace import Trace
+    from remat.graph_capture.tracing.traced_step import Trace
     from remat.rewriter.guards.forward import Guards
     from remat.whole_step.program import JointResults
     from remat.whole_step.running import WholeStep
@@ -69,7 +67,7 @@ def _over_shards(
     from torch import nn
 
     shards = {
-        name: nn.Parameter(one.new_empty(ranks.shard_shape(tuple(one.shape))))
+        name: nn.Parameter(one.new_empty(shard_shape(one.shape, ranks.count)))
         for name, one in trained.items()
     }
     of = {id(one): shards[name] for name, one in trained.items()}
@@ -85,16 +83,6 @@ def _said(optimizer: Optimizer) -> str:
     groups = optimizer.param_groups
     said = [{**group, "params": len(group["params"])} for group in groups]
     return f"{type(optimizer).__qualname__} {said}"
-
-
-def _digest(parameters: _Parameters) -> str:
-    import torch
-
-    found = hashlib.sha256()
-    for path, one in parameters.values():
-        found.update(path.encode())
-        found.update(one.detach().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _require_rows(parameters: _Parameters) -> None:
@@ -204,13 +192,7 @@ class StepHere:
 
     def planned(self, call: CollectiveCall) -> PlannedStep:
         """The fastest plan; on several ranks the first one's, as each has other costs."""
-        call.require_same_step(self.costed.hash)
-        if self.ranks is not None:
-            asked = self.request
-            call.require_alike("microbatches", f"{asked.microbatches}")
-            call.require_alike("budget, host and nvme", f"{asked.budget} {asked.host} {asked.nvme}")
-            call.require_alike("optimizer", _said(self.optimizer))
-            call.require_alike("initial parameters", _digest(self.parameters))
+        call.require_same_step(self.costed.hash, None if self.ranks is None else self._asked())
         chosen, task = call.from_first(self._fastest, _Chosen), self.task
         if chosen.chunks:
             self._run_in(chosen.chunks)
@@ -219,9 +201,17 @@ class StepHere:
         schedule = Schedule.for_graph(graph, chosen.steps, budget_bytes=task.budget_bytes)
         return PlannedStep(chosen.config, graph, schedule, simulate(graph, schedule))
 
+    def _asked(self) -> dict[str, str]:
+        asked = self.request
+        return {
+            "microbatches": f"{asked.microbatches}",
+            "budget, host and nvme": f"{asked.budget} {asked.host} {asked.nvme}",
+            "optimizer": _said(self.optimizer),
+            "initial parameters": values_digest(self.parameters.values()),
+        }
+
     def _fastest(self) -> _Chosen:
-        found = fastest_in_chunks(self.costed, self._task, self.request.microbatches)
-        plan = StepPlan(self.request, *found)
+        plan = fastest_plan(self.costed, self._task, self.request)
         if plan.shortage:
             raise BudgetError(plan.shortage)
         return _Chosen(plan.best.config, plan.chunks, plan.schedule.steps)

@@ -19,7 +19,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import is_tangent
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.whole_step.step_graph import ADD, FORWARD_ENDS, STEP, OpByOp
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from remat.graph_capture.distributed.sharding import shard_shape
 from remat.graph_capture.errors import RewriteError
 from remat.whole_step.residents import Held, Residents, moments, uninterrupted
 
@@ -145,17 +146,13 @@ def _empty(tensor: Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
-def _rows_each(whole: Tensor) -> int:
-    return -(-(len(whole) if whole.dim() else 1) // dist.get_world_size())
-
-
 def _shard_shape(whole: Tensor) -> tuple[int, ...]:
-    return (_rows_each(whole), *whole.shape[1:])
+    return shard_shape(whole.shape, dist.get_world_size())
 
 
 def _rows(whole: Tensor, rank: int) -> Tensor:
     """A view of the rows of a rank, without the zeros that fill the last shards."""
-    each = _rows_each(whole)
+    each, *_ = _shard_shape(whole)
     return (whole if whole.dim() else whole.view(1))[each * rank : each * (rank + 1)]
 
 

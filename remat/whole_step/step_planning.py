@@ -1,11 +1,12 @@
 """A whole optimizer step of several microbatches, planned over device, host and NVMe.
 
-For devices of the table: nothing is run. `step_graph.py` makes the graph of it, and
-`step_search.py` searches.
+For devices of the table: nothing is run. `step_graph.py` makes the graph of it, `step_search.py`
+searches, and here it is chosen what runs in chunks, and found which rooms would be enough.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -19,8 +20,10 @@ from remat.graph_capture.devices.memory import lower_tiers
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
 from remat.graph_capture.graph import Link, Links, Optimizer, TrainingGraph
+from remat.schedules.derived import fastest_us, in_chunks, unchunked
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import Simulation
+from remat.whole_step.config_changes import orders
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import HOST_GB_S, MOMENTS, Ranks, StateKind, Update
 from remat.whole_step.planned_step import PlannedStep, Short, StepTask
@@ -31,7 +34,12 @@ from remat.whole_step.rank_share import (
     require_shards,
     share_of,
 )
-from remat.whole_step.step_search import StepResult, fastest_in_chunks
+from remat.whole_step.step_search import (
+    MOST_JUDGED,
+    StepResult,
+    least_step_us,
+    plan_whole_step,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -256,4 +264,55 @@ def planned_from(
         here = beside_collectives(share_of(ranks, links, HOST_GB_S), shards)
         return StepTask(shards, update, here, budget_bytes)
 
-    return StepPlan(request, *fastest_in_chunks(graph, task_of, request.microbatches, told))
+    return fastest_plan(graph, task_of, request, told)
+
+
+_TaskOf = Callable[[TrainingGraph], StepTask]
+_GROWTHS = (1.0, 1.0, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0)
+"""A room that is too small grows by this at least: other room, other configs, other needs."""
+
+
+def fastest_plan(
+    graph: TrainingGraph, task_of: _TaskOf, request: StepRequest, told: _Told = lambda _: None
+) -> StepPlan:
+    """As of `plan_whole_step`, with one of the graph's regions in chunks where that is faster."""
+    best = _searched(graph, task_of, request, MOST_JUDGED, told)
+    if best.found.short is None:
+        return best
+    told("looking for room that is enough")
+    return dataclasses.replace(best, enough=_enough(graph, task_of, request, best.found.short))
+
+
+def _enough(
+    graph: TrainingGraph, task_of: _TaskOf, request: StepRequest, short: Short | None
+) -> tuple[Short, ...]:
+    """Sizes of tiers, as they are printed, with which a plan was found."""
+    rooms, starts = dict[str, int](), len(orders(request.microbatches))  # a plan, not the fastest
+    for growth in _GROWTHS:
+        if short is None:
+            break
+        need_bytes = max(short.need_bytes, int(growth * rooms.get(short.tier, 0)))
+        rooms[short.tier] = parse_budget(budget_text(need_bytes)).size_bytes
+        roomy = _searched(graph, lambda one: task_of(one).with_rooms(rooms), request, starts)
+        if roomy.found.plan is not None:
+            return tuple(Short(tier, size_bytes) for tier, size_bytes in sorted(rooms.items()))
+        short = roomy.found.short
+    return ()
+
+
+def _searched(
+    graph: TrainingGraph, task_of: _TaskOf, request: StepRequest, most: int,
+    told: _Told = lambda _: None,
+) -> StepPlan:  # fmt: skip
+    task, count = task_of(unchunked(graph)), request.microbatches
+    best = StepPlan(request, task, plan_whole_step(task, count, most=most, progress=told))
+    bound_us = least_step_us(task, count, graph.time_us - fastest_us(graph))
+    for region in graph.regions:
+        for choice in region.choices:
+            chunks = (ChunkedRegion(region.name, choice.chunks, choice.exact),)
+            task = task_of(in_chunks(graph, chunks))
+            found = plan_whole_step(task, count, most=most, known=best.found, progress=told)
+            if found.rank >= best.found.rank:
+                break  # more of them take longer still
+            best = StepPlan(request, task, found, chunks)
+    return dataclasses.replace(best, found=dataclasses.replace(best.found, lower_bound_us=bound_us))

@@ -36,7 +36,7 @@ from remat.graph_capture.tracing.step_module import (
     with_loss,
     without_own_hooks,
 )
-from remat.graph_capture.tracing.trace import numbers_of_users_kept
+from remat.graph_capture.tracing.trials import numbers_of_users_kept
 from remat.rewriter.checking.audit import MOST_EAGER
 from remat.rewriter.checking.comparison import (
     DeterministicReductions,

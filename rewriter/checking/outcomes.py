@@ -247,7 +247,7 @@ HASH_BLOCK_BYTES = 1 << 16  # of a tensor that is not contiguous, so much is cop
 def fingerprint(tensor: Tensor) -> str:
     found = hashlib.blake2b(digest_size=16)  # J.-P. Aumasson et al., BLAKE2, 2013: needs no copy
     for block in _blocks(tensor.detach()):
-        found.update(bits_of(block).numpy().data)
+        found.update(bits_of(block).cpu().numpy().data)
     return f"{tensor.dtype} {list(tensor.shape)} {found.hexdigest()}"
 
 

@@ -13,7 +13,8 @@ from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.sizes.at_sizes import trace_at
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Sizes
-from remat.graph_capture.tracing.trace import Trace, trace_recipe
+from remat.graph_capture.tracing.trace import trace_recipe
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.rewriter.checking.audit import Audits
 from remat.rewriter.compiled import compile_step
 from remat.rewriter.graphs.updating import Updates

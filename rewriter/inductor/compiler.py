@@ -22,7 +22,7 @@ from remat.graph_capture.joint.nodes import aten, copy_of, mutates, target_name
 from remat.graph_capture.joint.provenance import FUNCTION_KEY, SOURCE_KEY
 from remat.graph_capture.torch_private.core import FakeTensor, FakeTensorMode
 from remat.graph_capture.torch_private.inductor import REALIZE, select_decomp_table
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.rewriter.graphs.emit import FloatSource, emit
 from remat.rewriter.inductor.as_tensors import (
     make_draws_functional,

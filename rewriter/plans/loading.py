@@ -121,7 +121,7 @@ def _from_archive(path: Path) -> bytes:
         found = read_archive_member(path, _RECORD)
     except ArchiveError as error:
         raise PlanError(
-            f"{path} is not a {_ARCHIVE} archive, or is cut short ({error}). {MAKE_PLAN_AGAIN}"
+            f"{MAKE_PLAN_AGAIN}: {path} is not a {_ARCHIVE} archive, or is cut short ({error})"
         ) from error
     if found is None:
         raise PlanError(

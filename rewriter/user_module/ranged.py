@@ -19,7 +19,8 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, Symbol
 from remat.graph_capture.tracing.recipe import Recipe
-from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
+from remat.graph_capture.tracing.trace import trace_recipe
+from remat.graph_capture.tracing.traced_step import Trace, with_edits
 from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import compile_step, copy_to_compile, edits_of, tier_for
 from remat.rewriter.graphs.updating import Updates

@@ -78,7 +78,7 @@ class Front(Record, frozen=True):
     """
 
     noun: ClassVar[str] = "front of a sweep"
-    again: ClassVar[str] = "Make it again with: remat sweep MODEL -o FILE"
+    again: ClassVar[str] = "make it again with remat sweep MODEL -o FILE"
     error: ClassVar[type[RematError]] = SolverError
     name: str
     graph_hash: str

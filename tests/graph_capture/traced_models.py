@@ -6,7 +6,7 @@ import msgspec
 
 from remat.graph_capture import trace
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 from tests.models import make
 
 

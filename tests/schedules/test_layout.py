@@ -130,7 +130,10 @@ def test_a_file_reads_back() -> None:
         (b"", "l.json is not a layout of this release .*it is empty"),
         (b'{"steps": []}', "l.json is not a layout of this release .*offsets_bytes"),
         (b"[1]", "l.json is not a layout of this release .Expected `object`"),
-        (b"VERSION", "l.json has schema version 2, and this release reads 1. Make it again with"),
+        (
+            b"VERSION",
+            "^make it again with .*: l.json has schema version 2, and this release rea",
+        ),
         (b"ALIGNMENT", "l.json is not a layout of this release .give a power of two as alignment"),
     ],
 )

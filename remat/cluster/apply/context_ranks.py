@@ -223,17 +223,15 @@ def with_own_loss(asked: Applied) -> Applied:
     return replace(asked, loss_fn=OwnLoss(part, asked.loss_fn))
 
 
-def first_call(
-    before: Before, model: nn.Module, args: tuple[Any, ...], part: SequencePart, path: str
-) -> FirstCall:
+def first_call(before: Before, args: tuple[Any, ...], part: SequencePart, path: str) -> FirstCall:
     """The call of the first block, with this rank's tokens.
 
-    `CaptureError` : something beside the border depends on the batch, or belongs to pairs of
-    tokens; or tensor parallel ranks share the tokens of a border that knows positions.
+    `CaptureError` : something beside the border belongs to pairs of tokens; or tensor parallel
+    ranks share the tokens of a border that knows positions.
     """
     # Called with all tokens and with the rank's: a dimension that differs counts tokens.
-    whole = arrival_of(before, model, args, path)
-    own = arrival_of(before, model, part.of(args), path)
+    whole = arrival_of(before, args)
+    own = arrival_of(before, part.of(args))
     length = own.border.shape[SEQUENCE]
     reads_all = not is_token_local(
         before.module, lambda batch: before(*batch).border, part.of(args),

@@ -24,12 +24,12 @@ from remat.cluster.apply.cluster_mesh import DIMENSIONS, PP, Applied, TensorPlan
 from remat.cluster.apply.split_backward import split_backward
 from remat.cluster.apply.stage_parts import RankParts, rank_parts
 from remat.cluster.apply.stage_peak import peak_of_rank
-from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
+from remat.cluster.apply.whole_chain import Materialize, state_by_path, whole_chain
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile, require_world
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
 from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.graph_capture.tracing.fake_tensors import has_storage
-from remat.ranks.collective_call import CollectiveCall
+from remat.ranks.collective_call import CollectiveCall, values_digest
 from remat.ranks.same_order import refuse_fake
 from remat.rewriter.user_module.module import SharedState
 
@@ -40,8 +40,8 @@ def _check_plan(
 ) -> None:  # fmt: skip
     if plan.versions.torch != str(torch.__version__):
         raise PlanError(
-            f"the plan is for torch {plan.versions.torch}, and this is {torch.__version__}. "
-            f"{MAKE_AGAIN}"
+            f"{MAKE_AGAIN}: the plan is for torch {plan.versions.torch}, and this is "
+            f"{torch.__version__}"
         )
     _check_mesh(plan, mesh)
     if materialize is not None and not callable(materialize):
@@ -268,7 +268,7 @@ def parallelize(
         _require_same(ranks, "plan", digest)
         chain = whole_chain(model, plan, args, loss_fn, target)
         with_loss = {"": model, "loss_fn": nn.ParameterList(chain.of_loss.values())}
-        _require_same(ranks, "model", values_digest(with_loss))
+        _require_same(ranks, "model", values_digest(state_by_path(with_loss)))
         asked = Applied(
             plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name, materialize
         )
@@ -283,11 +283,11 @@ def parallelize(
 
 
 def _require_same(ranks: CollectiveCall, what: str, mine: str) -> None:
-    said = ranks.gathered_texts(what, mine)
-    if others := [str(rank) for rank, found in enumerate(said) if found != said[0]]:
+    _, others = ranks.unlike({what: mine})
+    if others:
         raise PlanError(
             f"give all ranks the same {what}, such as from one file that all read, and the same "
-            f"seed: the {what} of rank {', '.join(others)} is not that of rank 0"
+            f"seed: the {what} of rank {others} is not that of rank 0"
         )
 
 

@@ -31,7 +31,8 @@ from remat.graph_capture.distributed.collectives import is_collective_target
 from remat.graph_capture.errors import CaptureError, FloatInputError, PlanError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.trace import Trace, trace
+from remat.graph_capture.tracing.trace import trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.rewriter.rewriting import module_for
 from remat.rewriter.user_module.own_forward import shell_running
 from remat.schedules.schedule import Compute, Schedule

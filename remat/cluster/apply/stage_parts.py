@@ -37,7 +37,7 @@ from remat.cluster.apply.stage_blocks import (
     traced_blocks,
     with_own_sizes,
 )
-from remat.cluster.apply.whole_chain import WholeChain, materialize_modules, values_digest
+from remat.cluster.apply.whole_chain import WholeChain, materialize_modules, state_by_path
 from remat.cluster.capture.rank_graph import border_value, planned_graph
 from remat.cluster.capture.tokens_over_ranks import OwnLoss
 from remat.cluster.model_part import (
@@ -60,6 +60,7 @@ from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import trace
+from remat.ranks.collective_call import values_digest
 from remat.rewriter.graphs.backward_parts import SplitBytes
 from remat.solver.policies.template import StoreAll
 
@@ -81,14 +82,14 @@ class _Cutter:
 
     def arrival(self) -> FirstCall:
         """What the first block is called with; `PlanError` where its border is not as planned."""
-        path, model, before = next(iter(self.chain.blocks)), self.chain.model, self.before
+        path, before = next(iter(self.chain.blocks)), self.before
         if self.asked.shares_tokens:
-            found = first_call(before, model, self.args, self.tokens, path)
+            found = first_call(before, self.args, self.tokens, path)
         elif self.asked.is_whole:
             given = call_like(before, self.args)
             found = FirstCall(before, given, given)
         else:
-            given = arrival_of(before, model, self.args, path)
+            given = arrival_of(before, self.args)
             found = FirstCall(before, given, given)
         _require_border(found.given, self.asked.plan)
         given = found.given
@@ -309,7 +310,7 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
     ends = chain.before | (chain.behind if asked.has_last else {})
     materialize_modules(ends | own, asked.materialize)
     # Before they are split: tensor parallel ranks have different parts of them.
-    values = values_digest(ends | own)
+    values = values_digest(state_by_path(ends | own))
     cutter = _Cutter(chain, asked, args)
     ranks = asked.mesh[TP]
     if ranks.size() > 1:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from remat.cluster.capture.model_chain import (
@@ -80,7 +78,10 @@ def whole_chain(
             f"{WAY_OUT}: {ranks} context parallel ranks cannot share attention that "
             f"{shape.unshared}"
         )
-    if plan.parallelism.pipeline_parallel_degree > 1:
+    stages = plan.parallelism.pipeline_parallel_degree
+    if shape.unsent and (ranks > 1 or stages > 1):
+        raise CaptureError(shape.unsent)
+    if stages > 1:
         refuse_stages(chain, shape)
     _refuse_loose(model, {*blocks, *others})
     own = beside_blocks(model, list(blocks))
@@ -156,8 +157,8 @@ def _blocks(model: nn.Module, plan: ClusterFile) -> dict[str, nn.Module]:
     missing = [path for path in places if path not in modules]
     if missing:
         raise PlanError(
-            f"build the model that was planned: the plan's block {missing[0]} is not in this "
-            f"{type(model).__name__}, and the plan is for {plan.model}. {MAKE_AGAIN}"
+            f"build the model that was planned, or {MAKE_AGAIN}: the plan's block {missing[0]} is "
+            f"not in this {type(model).__name__}, and the plan is for {plan.model}"
         )
     return {path: modules[path] for path in places}
 
@@ -197,17 +198,9 @@ def materialize_modules(modules: Mapping[str, nn.Module], materialize: Materiali
             other[other_name] = held[name]
 
 
-def values_digest(modules: Mapping[str, nn.Module]) -> str:
-    """Of names, shapes, and the first numbers of each parameter and buffer that holds any."""
-    found = hashlib.sha256()
+def state_by_path(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for path, module in modules.items():
-        for name, tensor in _state(module):
-            # Enough to tell another seed or file apart, without a read of the whole model.
-            some = tensor.detach().flatten()[: 0 if tensor.is_meta else 4]
-            some = torch.view_as_real(some) if some.is_complex() else some
-            said: list[float] = [] if tensor.is_meta else some.double().flatten().tolist()
-            found.update(f"{path} {name} {tuple(tensor.shape)} {tensor.dtype} {said}".encode())
-    return found.hexdigest()
+        yield from ((f"{path} {name}", tensor) for name, tensor in _state(module))
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:

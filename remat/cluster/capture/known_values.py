@@ -1,4 +1,4 @@
-"""Forward on the meta device, with the values of what it computes from no data.
+"""Forward on the meta device: what it computes from data, and the values of all else.
 
 Models ask their own numbers what to do: whether positions that they have counted are those of one
 sequence, or a mask that they have made hides nothing. Such tensors are computed beside the meta
@@ -8,7 +8,7 @@ ones, so that forward takes the way it takes on a device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,30 @@ from remat.graph_capture.torch_private.core import OpWatcher, compiling_and_expo
 _MOST_ELEMENTS = 1 << 18
 """Of a tensor whose values are computed: a mask of 512 x 512."""
 _LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class DataDependence:
+    """What is computed from tensors of `data`, or drawn: from their contents, not their shapes."""
+
+    def __init__(self, data: Iterable[Tensor]) -> None:
+        # Held, so that no other tensor gets the id of one.
+        self._known = {id(tensor): tensor for tensor in data}
+
+    def note(self, read: Iterable[Tensor], made: Iterable[Tensor], *, is_drawn: bool) -> None:
+        if is_drawn or any(id(tensor) in self._known for tensor in read):
+            self._known.update((id(tensor), tensor) for tensor in made)
+
+    def why_unsent(self, path: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+        """Why ranks without the batch cannot run block `path`, given this beside its border."""
+        named = {f"argument {i + 1}": leaf for i, leaf in enumerate(args)} | dict(kwargs)
+        for name, given in named.items():
+            if any(id(leaf) in self._known for leaf in pytree.tree_leaves(given)):
+                return (
+                    f"compute {name} in the blocks, or plan with --cp 1 and --pp 1: block {path} "
+                    "gets it, computed from the batch, from parameters or from random numbers, "
+                    "and other ranks have none of these"
+                )
+        return ""
 
 
 class _KnownValues(OpWatcher):

@@ -110,8 +110,9 @@ class ChainShape:
     `attention_flops` : of forward, by place. `heads` : of queries and of keys, of each call of
     fused attention. `unshared` : why context parallel ranks cannot share one. `unsplit` : why
     tensor parallel ranks cannot share a block. `unstaged`, `unrun` : why there are no stages, and
-    why `remat.cluster.parallelize` does not run the chain, beginning with a way out. Empty if they
-    can. `digest` : of all ops with shapes and numbers.
+    why `remat.cluster.parallelize` does not run the chain, beginning with a way out. `unsent` : why
+    it does not with stages or context parallel ranks. Empty if they can. `digest` : of all ops with
+    shapes and numbers.
     """
 
     border: Tensor | None = None
@@ -133,6 +134,7 @@ class ChainShape:
     unshared: str = ""
     unsplit: str = ""
     unstaged: str = ""
+    unsent: str = ""
     unrun: str = ""
     digest: str = ""
     looks_at_data: bool = False

@@ -40,7 +40,8 @@ from remat.graph_capture.torch_private.core import (
     reduce_scatter_autograd,
 )
 from remat.graph_capture.tracing.step_module import apply_loss
-from remat.graph_capture.tracing.trace import Trace, trace
+from remat.graph_capture.tracing.trace import trace
+from remat.graph_capture.tracing.traced_step import Trace
 
 # Weights are the rank's parts. What runs between split layers has the rank's part of the sequence
 # (sequence parallel, Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): what a norm

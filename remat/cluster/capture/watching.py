@@ -3,34 +3,31 @@
 One forward runs on the meta device, which computes shapes alone. It tells
 
 - whether each block reads what the one before it made, and nothing else reads that;
-- which blocks run the same operations: they are of one kind;
-- which linear layers of a block are split by columns and which by rows. One that reads what is
-  whole is split by columns, so its result is split; one that reads what is split is split by rows,
-  and its result is summed over ranks (Megatron-LM, Shoeybi et al. 2019,
-  https://arxiv.org/abs/1909.08053);
+- which blocks run the same operations: they are of one kind (`noted_blocks.py`);
+- which linear layers of a block are split by columns and which by rows;
 - the matrix products, the attention, and which parameters belong before, into and behind blocks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.capture.known_values import on_meta
-from remat.cluster.capture.model_chain import (
-    BlockShape,
-    ChainModel,
-    ChainShape,
-    SplitRole,
-    block_facts,
+from remat.cluster.capture.known_values import DataDependence, on_meta
+from remat.cluster.capture.model_chain import BlockShape, ChainModel, ChainShape, SplitRole
+from remat.cluster.capture.noted_blocks import (
+    OTHER_BLOCKS,
+    NotedPart,
+    are_given_alike,
+    hand_on,
+    number_kinds,
+    why_unrun,
 )
 from remat.cluster.capture.tokens_over_ranks import AttentionMode, why_unshared
 from remat.cluster.parts import ChainPosition, block_position
@@ -70,10 +67,8 @@ class _WatchedAttention(AttentionMode):
         return result
 
 
-_MOST_KINDS = 16  # of blocks: each is captured and solved apart
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default")
 _NO_CHAIN = "so the model is not a chain of blocks, which a cluster's plan needs"
-_OTHER_BLOCKS = "name other blocks with --blocks, or plan one rank with remat run --sharding"
 
 
 def watch(chain: ChainModel, *, looks_at_data: bool = False) -> ChainShape:
@@ -111,158 +106,68 @@ def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:
             before = partial(watcher.before_block, number)
             yield module.register_forward_pre_hook(before, with_kwargs=True)
         if isinstance(module, nn.Linear):
-            yield module.register_forward_pre_hook(partial(watcher.before_linear, path))
-            yield module.register_forward_hook(partial(watcher.after_linear, path))
+            yield module.register_forward_pre_hook(partial(watcher.roles.before_linear, path))
+            yield module.register_forward_hook(partial(watcher.roles.after_linear, path))
         elif number is None:
-            yield module.register_forward_hook(partial(watcher.after_module, path))
+            yield module.register_forward_hook(partial(watcher.roles.after_module, path))
         if number is not None:
             yield module.register_forward_hook(partial(watcher.after_block, number))
 
 
-@dataclass
-class _NotedPart:
-    """What runs in one block, or in one part beside them."""
+class _LayerRoles:
+    """Writes into `shape` the roles of layers that are called while `is_followed` says so.
 
-    shape: BlockShape | None = None
-    parameters: set[str] = field(default_factory=set[str])
-    products_flops: int = 0
-    attention_flops: int = 0
-    hash: Any = field(default_factory=hashlib.sha256)
-    # Held, so that no other tensor gets the id of one.
-    numbers: dict[int, tuple[int, Tensor]] = field(default_factory=dict[int, tuple[int, Tensor]])
+    A linear layer that reads what is whole is split by columns, so its result is split; one that
+    reads what is split is split by rows, and its result is summed over ranks (Megatron-LM, Shoeybi
+    et al. 2019, https://arxiv.org/abs/1909.08053).
+    """
 
-    def said(self, leaf: Any) -> str:
-        """Of a tensor also which one it is, by when it was first seen here."""
-        if not isinstance(leaf, Tensor):
-            return repr(leaf)
-        number, _ = self.numbers.setdefault(id(leaf), (len(self.numbers), leaf))
-        return f"{leaf.dtype}{tuple(leaf.shape)} of {number}"
+    def __init__(self, shape: ChainShape, is_followed: Callable[[], bool]) -> None:
+        self._shape, self._is_followed = shape, is_followed
+        # The tensors are held, so that no other gets the id of one.
+        self._split: dict[int, Tensor] = {}
+        self._made_by: dict[int, tuple[str, Tensor]] = {}
 
+    def note(self, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        # What is made of a split tensor is split, until a layer by rows sums it.
+        if self._is_followed() and any(id(t) in self._split for t in read):
+            self._split.update((id(t), t) for t in made)
 
-class _Watcher(OpWatcher):
-    def __init__(self, chain: ChainModel) -> None:
-        super().__init__()
-        self.chain, self.paths = chain, list(chain.blocks)
-        self.shape = ChainShape()
-        parameters = dict(chain.model.named_parameters())
-        self.names = {id(p): name for name, p in parameters.items()}
-        self.beside: dict[ChainPosition, _NotedPart] = {"first": _NotedPart(), "last": _NotedPart()}
-        self.of_block: list[_NotedPart] = []
-        self.inside: int | None = None
-        self.after = -1
-        # Here and below the tensors are held, so that no other gets the id of one.
-        self.made: dict[int, tuple[int, Tensor]] = {}
-        self.split: dict[int, Tensor] = {}
-        self.made_by: dict[int, tuple[str, Tensor]] = {}
-        trained = (p for p in parameters.values() if p.requires_grad)
-        self.trained: dict[int, Tensor] = {id(p): p for p in trained}
-        self.hash = hashlib.sha256()
+    def require_whole(self, result: Tensor) -> None:
+        """Of a block; else tensor parallel ranks cannot share it."""
+        if id(result) in self._split:
+            self._shape.unsplit = "its result stays split: no linear layer sums it"
 
-    @property
-    def place(self) -> ChainPosition:
-        """Of what runs beside blocks; what lies between two lists of them goes with the last."""
-        return "first" if self.after < 0 else "last"
+    def before_linear(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_followed():
+            return
+        read = args[0]
+        role: SplitRole = "rows" if id(read) in self._split else "columns"
+        if self._shape.roles.setdefault(path, role) != role:
+            self._shape.unsplit = f"{path} is called in two ways"
+        if role == "columns":
+            maker, _ = self._made_by.get(id(read), ("", read))
+            self._shape.gathered[maker or path] = bool(maker)
 
-    @property
-    def now(self) -> _NotedPart:
-        return self.beside[self.place] if self.inside is None else self.of_block[self.inside]
+    def after_linear(self, path: str, module: nn.Module, args: Any, result: Tensor) -> None:
+        if not self._is_followed():
+            return
+        if self._shape.roles[path] == "columns":
+            self._split[id(result)] = result
+        else:
+            # `note` has marked it as split; the sum over ranks is whole.
+            self._split.pop(id(result), None)
+            self._made_by[id(result)] = path, result
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether roles are looked for here: in blocks, and behind the first of them."""
-        return self.inside is not None or self.place == "last"
+    def after_module(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
+        if self._is_followed() and isinstance(result, Tensor) and path:
+            self._made_by[id(result)] = path, result
 
-    def found(self) -> ChainShape:
-        shape = self.shape
-        if self.after != len(self.paths) - 1:
-            missing = self.paths[self.after + 1]
-            raise CaptureError(
-                f"{_OTHER_BLOCKS}: block {missing} is not called in turn, {_NO_CHAIN}"
-            )
-        frozen = [n for n, p in self.chain.model.named_parameters() if not p.requires_grad]
-        self.hash.update(repr(frozen).encode())
-        shape.digest = self.hash.hexdigest()
-        self._hand_on()
-        self._number_kinds()
-        noted = dict(self.beside)
-        for kind, (number, _) in enumerate(shape.blocks):
-            noted[block_position(kind)] = self.of_block[number]
-        for place, one in noted.items():
-            shape.parameters[place] = one.parameters
-            shape.products_flops[place] = one.products_flops
-            shape.attention_flops[place] = one.attention_flops
-        self._keep_roles()
-        shape.unrun = shape.unrun or self._why_unrun()
-        return shape
-
-    def _hand_on(self) -> None:
-        """Leave out of borders what blocks only hand on: it is there once for all of them."""
-        for number, noted in enumerate(self.of_block):
-            assert noted.shape is not None
-            block, leaves = noted.shape, noted.shape.leaves
-            result = {id(leaf) for leaf in pytree.tree_leaves(block.result)}
-            own = tuple(i for i in block.borders if id(leaves[i]) not in result)
-            if own and own != block.borders:
-                handed = (i for i in block.borders if i not in own)
-                reached = (i for i in handed if id(leaves[i]) in self.trained)
-                block.with_gradient = tuple(sorted((*block.with_gradient, *reached)))
-                block.borders = own
-                self._hand_over(number)
-        for noted, behind in pairwise(self.of_block):
-            assert noted.shape is not None
-            assert behind.shape is not None
-            # The first block of a list has its border where the next one has it.
-            if not noted.shape.borders:
-                at, n = behind.shape.borders, len(noted.shape.leaves)
-                noted.shape.borders = at if at and max(at) < n else (0,)
-                noted.shape.with_gradient = tuple(
-                    i for i in noted.shape.with_gradient if i not in noted.shape.borders
-                )
-
-    def _number_kinds(self) -> None:
-        shape, known = self.shape, dict[Any, int]()
-        kinds = list[int]()
-        for number, (block, noted) in enumerate(
-            zip(self.chain.blocks.values(), self.of_block, strict=True)
-        ):
-            one = noted.shape
-            assert one is not None
-            key = (
-                block_facts(block),
-                noted.hash.digest(),
-                one.borders,
-                one.with_gradient,
-                one.trains,
-            )
-            if key not in known:
-                known[key] = len(known)
-                shape.blocks.append((number, one))
-            kinds.append(known[key])
-        if len(known) > _MOST_KINDS:
-            raise CaptureError(
-                f"{_OTHER_BLOCKS}: {len(known)} of {len(kinds)} blocks run operations of their "
-                f"own, and at most {_MOST_KINDS} kinds are planned"
-            )
-        shape.kinds = tuple(kinds)
-        shape.results = [noted.shape.result for noted in self.of_block if noted.shape]
-        given = {
-            id(leaf): leaf.numel() * leaf.element_size()
-            for noted in self.of_block if noted.shape
-            for i, leaf in enumerate(noted.shape.leaves)
-            if isinstance(leaf, Tensor) and i not in noted.shape.borders
-        }  # fmt: skip
-        shape.given_bytes = sum(given.values())
-        if len({one.read.shape for _, one in shape.blocks}) > 1:
-            shape.unstaged = shape.unstaged or (
-                "plan without stages with --pp 1: blocks read tensors of different shapes, which "
-                "stages do not send"
-            )
-
-    def _keep_roles(self) -> None:
-        """Of one block of each kind, and of what is behind the blocks."""
-        shape = self.shape
-        kept = [f"{self.paths[number]}." for number, _ in shape.blocks]
-        others = [f"{path}." for path in self.paths if f"{path}." not in kept]
+    def keep_of_kinds(self, paths: Sequence[str]) -> None:
+        """Of one block of each kind, and of what is behind the blocks, which are at `paths`."""
+        shape = self._shape
+        kept = [f"{paths[number]}." for number, _ in shape.blocks]
+        others = [f"{path}." for path in paths if f"{path}." not in kept]
         for known in (shape.roles, shape.gathered):
             for path in [p for p in known if any(p.startswith(one) for one in others)]:
                 del known[path]
@@ -271,39 +176,87 @@ class _Watcher(OpWatcher):
             if not shape.unsplit and not {"columns", "rows"} <= roles:
                 shape.unsplit = "no linear layer of it reads the result of another"
 
-    def _why_unrun(self) -> str:
-        """What `remat.cluster.parallelize` asks of a chain beyond what its plan needs."""
-        shape, path = self.shape, self.paths[0]
-        for number, noted in enumerate(self.of_block):
-            at, block = self.paths[number], noted.shape
-            assert block is not None
-            if not isinstance(block.result, Tensor):
-                return f"return one tensor from block {at}: it returns a {_kind(block.result)}"
-            if block.borders != (0,):
-                return f"give block {at} what the block before it makes as its first argument alone"
-            if shape.kinds[number]:
-                return f"make all blocks alike: block {at} runs other operations than block {path}"
-        return ""
+
+class _Watcher(OpWatcher):
+    def __init__(self, chain: ChainModel) -> None:
+        super().__init__()
+        self.chain, self.paths = chain, list(chain.blocks)
+        self.shape = ChainShape()
+        # In blocks, and behind the first of them.
+        self.roles = _LayerRoles(
+            self.shape, lambda: self.inside is not None or self.place == "last"
+        )
+        parameters = dict(chain.model.named_parameters())
+        self.names = {id(p): name for name, p in parameters.items()}
+        self.beside: dict[ChainPosition, NotedPart] = {"first": NotedPart(), "last": NotedPart()}
+        self.blocks: list[BlockShape] = []
+        self.of_block: list[NotedPart] = []
+        self.inside: int | None = None
+        self.after = -1
+        # Here and below the tensors are held, so that no other gets the id of one.
+        self.made: dict[int, tuple[int, Tensor]] = {}
+        trained = (p for p in parameters.values() if p.requires_grad)
+        self.trained: dict[int, Tensor] = {id(p): p for p in trained}
+        batch = pytree.tree_leaves((chain.args, chain.kwargs))
+        given = (leaf for leaf in batch if isinstance(leaf, Tensor))
+        self.of_data = DataDependence([*given, *parameters.values()])
+        self.hash = hashlib.sha256()
+
+    @property
+    def place(self) -> ChainPosition:
+        """Of what runs beside blocks; what lies between two lists of them goes with the last."""
+        return "first" if self.after < 0 else "last"
+
+    @property
+    def now(self) -> NotedPart:
+        return self.beside[self.place] if self.inside is None else self.of_block[self.inside]
+
+    def found(self) -> ChainShape:
+        shape = self.shape
+        if self.after != len(self.paths) - 1:
+            missing = self.paths[self.after + 1]
+            raise CaptureError(
+                f"{OTHER_BLOCKS}: block {missing} is not called in turn, {_NO_CHAIN}"
+            )
+        frozen = [n for n, p in self.chain.model.named_parameters() if not p.requires_grad]
+        self.hash.update(repr(frozen).encode())
+        shape.digest = self.hash.hexdigest()
+        for number in hand_on(self.blocks, self.trained.keys()):
+            self._hand_over(number)
+        number_kinds(shape, list(self.chain.blocks.values()), self.blocks, self.of_block)
+        noted = dict(self.beside)
+        for kind, (number, _) in enumerate(shape.blocks):
+            noted[block_position(kind)] = self.of_block[number]
+        for place, one in noted.items():
+            shape.parameters[place] = one.parameters
+            shape.products_flops[place] = one.products_flops
+            shape.attention_flops[place] = one.attention_flops
+        self.roles.keep_of_kinds(self.paths)
+        blocks = dict(zip(self.paths, self.blocks, strict=True))
+        shape.unrun = shape.unrun or why_unrun(shape, blocks)
+        return shape
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if is_drawn:
             self.shape.unshared = self.shape.unshared or _BESIDE_DRAWS
         leaves = pytree.tree_leaves((args, kwargs))
         read = [t for t in leaves if isinstance(t, Tensor)]
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._note_reads(func, read)
         self._count(func, args, kwargs, result)
-        self.note_made(str(func), leaves, made)
+        self.note_made(str(func), leaves, made, is_drawn=is_drawn)
         if func is torch.ops.aten.detach.default:
             self.trained.pop(id(result), None)
         return result
 
-    def note_made(self, said: str, leaves: list[Any], made: list[Tensor]) -> None:
+    def note_made(
+        self, said: str, leaves: list[Any], made: list[Tensor], *, is_drawn: bool = False
+    ) -> None:
         read = [t for t in leaves if isinstance(t, Tensor)]
-        # What is made of a split tensor is split, until a layer by rows sums it.
-        if self.is_followed and any(id(t) in self.split for t in read):
-            self.split.update((id(t), t) for t in made)
+        self.of_data.note(read, made, is_drawn=is_drawn)
+        self.roles.note(read, made)
         if any(id(t) in self.trained for t in read):
             self.trained.update((id(t), t) for t in made if t.is_floating_point())
         if said == "aten.detach.default" and not read[0].is_floating_point():
@@ -325,11 +278,11 @@ class _Watcher(OpWatcher):
             # What follows the blocks may read the last border as often as it likes.
             if found is None or self._ends_list(found[0]):
                 continue
-            given = self.now.shape.leaves if self.now.shape else []
+            given = [] if self.inside is None else self.blocks[self.inside].leaves
             if not any(tensor is leaf for leaf in given):
                 where = "outside the blocks" if self.inside is None else self.paths[self.inside]
                 raise CaptureError(
-                    f"{_OTHER_BLOCKS}: the result of block {self.paths[found[0]]} is read by "
+                    f"{OTHER_BLOCKS}: the result of block {self.paths[found[0]]} is read by "
                     f"{func} {where}, besides the next block, {_NO_CHAIN}"
                 )
 
@@ -352,12 +305,12 @@ class _Watcher(OpWatcher):
     ) -> None:
         path = self.paths[number]
         if number != self.after + 1 or self.inside is not None:
-            raise CaptureError(f"{_OTHER_BLOCKS}: block {path} is not called in turn, {_NO_CHAIN}")
+            raise CaptureError(f"{OTHER_BLOCKS}: block {path} is not called in turn, {_NO_CHAIN}")
         block = BlockShape(args, kwargs)
         leaves = block.leaves
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not tensors:
-            raise CaptureError(f"{_OTHER_BLOCKS}: block {path} is given no tensor, {_NO_CHAIN}")
+            raise CaptureError(f"{OTHER_BLOCKS}: block {path} is given no tensor, {_NO_CHAIN}")
         makers = {i: self.made[id(leaves[i])][0] for i in tensors if id(leaves[i]) in self.made}
         block.borders = tuple(i for i, maker in makers.items() if maker == number - 1)
         # A decoder may be given what the last block of an encoder made, beside its own border.
@@ -367,19 +320,25 @@ class _Watcher(OpWatcher):
                 block.borders = ()
         elif any(maker < number - 1 for maker in makers.values()):
             self._hand_over(number)
+        if not number:
+            self.shape.unsent = self.of_data.why_unsent(path, args[1:], kwargs)
         reached = [i for i in tensors if id(leaves[i]) in self.trained]
         block.trains = bool(reached) or any(p.requires_grad for p in module.parameters())
         block.with_gradient = tuple(i for i in reached if i not in block.borders)
-        if number and not self.shape.unrun:
-            self._compare(number, block)
-        self.of_block.append(_NotedPart(block))
+        if number and not self.shape.unrun and not are_given_alike(self.blocks[0], block):
+            self.shape.unrun = (
+                "give all blocks the same arguments, or keep what differs in the block: block "
+                f"{path} is given others than block {self.paths[0]}"
+            )
+        self.blocks.append(block)
+        self.of_block.append(NotedPart())
         self.inside = number
 
     def _begin_list(self, number: int) -> None:
         path, before = self.paths[number], self.paths[number - 1]
         if not self._ends_list(number - 1):
             raise CaptureError(
-                f"{_OTHER_BLOCKS}: block {path} does not read the result of block {before} "
+                f"{OTHER_BLOCKS}: block {path} does not read the result of block {before} "
                 f"unchanged, {_NO_CHAIN}"
             )
         self.shape.starts.append(number)
@@ -399,28 +358,9 @@ class _Watcher(OpWatcher):
             "not send"
         )
 
-    def _compare(self, number: int, block: BlockShape) -> None:
-        """Note where a block is given others arguments than the first one."""
-        first = self.of_block[0].shape
-        assert first is not None
-        at = block.borders or (0,)
-        known, given = (
-            [leaf for i, leaf in enumerate(one.leaves) if i not in at] for one in (first, block)
-        )
-        if len(known) != len(given) or any(
-            # Tensors have no values here to compare.
-            a is not b and (isinstance(a, Tensor) or a != b)
-            for a, b in zip(known, given, strict=True)
-        ):
-            self.shape.unrun = (
-                "give all blocks the same arguments, or keep what differs in the block: block "
-                f"{self.paths[number]} is given others than block {self.paths[0]}"
-            )
-
     def after_block(self, number: int, module: nn.Module, args: Any, result: Any) -> None:
-        noted = self.of_block[number]
-        assert noted.shape is not None
-        noted.shape.result = result
+        block = self.blocks[number]
+        block.result = result
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if not tensors:
             raise CaptureError(
@@ -429,37 +369,11 @@ class _Watcher(OpWatcher):
             )
         if number == 0:
             self.shape.border = tensors[0]
-        if id(tensors[0]) in self.split:
-            self.shape.unsplit = "its result stays split: no linear layer sums it"
+        self.roles.require_whole(tensors[0])
         # What it was given and hands on is not its own.
-        own = {id(leaf) for leaf in noted.shape.leaves}
+        own = {id(leaf) for leaf in block.leaves}
         self.made.update((id(t), (number, t)) for t in tensors if id(t) not in own)
         self.inside, self.after = None, number
-
-    def before_linear(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self.is_followed:
-            return
-        read = args[0]
-        role: SplitRole = "rows" if id(read) in self.split else "columns"
-        if self.shape.roles.setdefault(path, role) != role:
-            self.shape.unsplit = f"{path} is called in two ways"
-        if role == "columns":
-            maker, _ = self.made_by.get(id(read), ("", read))
-            self.shape.gathered[maker or path] = bool(maker)
-
-    def after_linear(self, path: str, module: nn.Module, args: Any, result: Tensor) -> None:
-        if not self.is_followed:
-            return
-        if self.shape.roles[path] == "columns":
-            self.split[id(result)] = result
-        else:
-            # `note_made` has marked it as split; the sum over ranks is whole.
-            self.split.pop(id(result), None)
-            self.made_by[id(result)] = path, result
-
-    def after_module(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
-        if self.is_followed and isinstance(result, Tensor) and path:
-            self.made_by[id(result)] = path, result
 
 
 def _kind(value: object) -> str:

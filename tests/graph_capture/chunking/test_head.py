@@ -18,7 +18,8 @@ from remat.graph_capture.chunking.regions import find_regions
 from remat.graph_capture.chunking.replace import chunk_parts
 from remat.graph_capture.chunking.same_bits import matches_eager_bitwise
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.tracing.trace import trace, with_edits
+from remat.graph_capture.tracing.trace import trace
+from remat.graph_capture.tracing.traced_step import with_edits
 from remat.schedules.derived import with_choices
 from tests.graph_capture.chunking.language_models import (
     SPLIT,

@@ -150,6 +150,7 @@ def test_files_that_are_no_profiles_are_refused(tmp_path: Path, text: bytes, sai
     path.write_bytes(text)
     with pytest.raises(ProfileError, match=said) as caught:
         capture(**step(), profile=str(path))
+    assert str(caught.value).startswith("measure it again with remat profile MODEL -o FILE: ")
     assert "broken.json" in str(caught.value)
 
 

@@ -23,7 +23,7 @@ from remat.graph_capture.costs.step_time import (
 )
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.joint.nodes import copy_of
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 from tests.graph_capture.traced_models import at_100_us, traced
 
 EXACT = ["plain", "batch_norm_in_place_relu", "tied_weights", "logits_without_loss"]

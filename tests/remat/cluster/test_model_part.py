@@ -32,21 +32,18 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Adds positions of its own, and gives a table to each block."""
 
-    def __init__(self, *, masks: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.tok, self.pos = nn.Embedding(16, 8), nn.Embedding(16, 8)
         self.rope = nn.Module()
         self.rope.register_buffer("table", torch.randn(16, 1))
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(8, 16)
-        self.masks = masks
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)
         x = self.tok(ids) + self.pos(positions)
         rope: Tensor = self.rope.table[: x.shape[1]]
-        if self.masks:
-            rope = rope * (ids[:1].T > 2)
         for layer in self.layers:
             x = layer(x, rope, scale=0.5)
         return self.head(x).float() * 2
@@ -57,7 +54,7 @@ def test_both_ends_make_what_the_whole_model_makes() -> None:
     model, ids = Model(), torch.randint(16, (2, 6))
     blocks = list(model.layers)
     before = Before(model, blocks[0])
-    given = arrival_of(before, model, (ids,), "layers.0")
+    given = arrival_of(before, (ids,))
     assert given.kwargs == {"scale": 0.5}
     x = given.border
     for block in blocks:
@@ -83,7 +80,7 @@ def test_what_looks_at_values_leaves_that_out_where_there_are_none() -> None:
     torch.manual_seed(0)
     model, ids = Packed(), torch.randint(16, (2, 6))
     blocks = list(model.layers)
-    given = arrival_of(Before(model, blocks[0]), model, (ids,), "layers.0")
+    given = arrival_of(Before(model, blocks[0]), (ids,))
     numbers = Numbers(model, blocks[0], (ids,), looks_at_data=True)()
     assert numbers.kwargs == given.kwargs == {"scale": 0.5}
     x = given.border
@@ -110,12 +107,6 @@ def test_the_end_shares_its_own_modules_and_holds_no_others() -> None:
     assert shell.head is model.head
     assert shell.tok.weight.is_meta
     assert model.tok.weight.device.type == "cpu"
-
-
-def test_an_argument_that_is_computed_from_the_batch_is_refused() -> None:
-    model, ids = Model(masks=True), torch.randint(16, (2, 6))
-    with pytest.raises(CaptureError, match=r"compute argument 1 in the blocks.*--pp 1"):
-        arrival_of(Before(model, model.layers[0]), model, (ids,), "layers.0")
 
 
 def test_a_forward_that_runs_no_block_is_refused() -> None:

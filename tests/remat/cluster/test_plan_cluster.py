@@ -108,6 +108,16 @@ def test_the_screen_says_what_is_modelled(tmp_path: Path) -> None:
     assert "mesh tp 2" in " ".join(again.stdout.split())
 
 
+def test_the_screen_says_what_keeps_parallelize_from_running_the_plan() -> None:
+    padded = "tests.remat.cluster.capture.families:padded"
+    sizes = ("--gpus", "4", "--node-size", "4", "--batch", "16", "--seq", "8", "--tp", "1")
+    text = "not by remat.cluster.parallelize as the model is: compute argument 1 in the blocks"
+    for stages in ("1", "2"):
+        done = remat(padded, *sizes, "--cp", "1", "--pp", stages)
+        assert done.exit_code == 0, done.stderr
+        assert (text in " ".join(done.stdout.split())) == (stages == "2")
+
+
 def test_a_zero_bubble_is_planned_and_shown(tmp_path: Path) -> None:
     kept = tmp_path / "cluster.json"
     fixed = [

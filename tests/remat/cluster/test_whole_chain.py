@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.apply.whole_chain import materialize_modules, values_digest
+from remat.cluster.apply.whole_chain import materialize_modules, state_by_path
 from remat.graph_capture.errors import PlanError
+from remat.ranks.collective_call import values_digest
 
 
 class Ends(nn.Module):
@@ -32,6 +33,10 @@ def ends(device: str = "cpu") -> Ends:
         return Ends()
 
 
+def digest(modules: dict[str, nn.Module]) -> str:
+    return values_digest(state_by_path(modules))
+
+
 def children(model: nn.Module) -> dict[str, nn.Module]:
     return dict(model.named_children())
 
@@ -51,7 +56,7 @@ def test_values_are_those_of_the_function_and_ties_hold() -> None:
     assert made.tok.weight is made.out.weight
     ids = torch.arange(8)
     assert torch.equal(made(ids), ends()(ids))
-    assert values_digest(children(made)) == values_digest(children(ends()))
+    assert digest(children(made)) == digest(children(ends()))
 
 
 def test_a_model_with_storage_stays_as_it_is() -> None:
@@ -68,12 +73,14 @@ def test_a_model_with_storage_stays_as_it_is() -> None:
 def test_digests_tell_values_and_names_apart() -> None:
     other = ends()
     with torch.no_grad():
-        other.tok.weight[0] += 1
+        other.tok.weight[-1, -1] += 1
     scaled, turned = ends(), ends()
     scaled.out.get_buffer("scale").fill_(2)
     turned.out.register_buffer("scale", torch.full((1,), 1j))
-    found = [ends(), other, scaled, turned, ends("meta"), nn.Sequential(nn.Linear(4, 8))]
-    assert len({values_digest({"": one}) for one in found}) == len(found)
+    sparse = ends()
+    sparse.register_buffer("pairs", torch.eye(2).to_sparse())
+    found = [ends(), other, scaled, turned, sparse, ends("meta"), nn.Sequential(nn.Linear(4, 8))]
+    assert len({digest({"": one}) for one in found}) == len(found)
 
 
 def half(path: str, module: nn.Module) -> None:

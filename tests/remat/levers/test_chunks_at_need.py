@@ -12,7 +12,7 @@ from remat.budgets import parse_budget
 from remat.graph_capture import trace
 from remat.graph_capture.costs import op_costs
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.levers.chunks_at_need import may_wait, solved_at_need
 from remat.progress import Stopwatch
 from remat.schedules.derived import unchunked

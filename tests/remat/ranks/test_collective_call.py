@@ -83,6 +83,33 @@ def test_another_step_is_named_on_all() -> None:
     assert all("captured on rank 2 is not that of rank 0" in str(error) for error in found)
 
 
+def test_what_else_is_not_the_same_is_named_on_all() -> None:
+    def act(ranks: CollectiveCall, rank: int) -> None:
+        ranks.require_same_step("a", {"seed": "1", "optimizer": f"{rank > 0}", "batch": f"{rank}"})
+
+    text = "give the same optimizer on all ranks: what rank 1, 2 has is not what rank 0 has"
+    assert all(str(error).startswith(text) for error in outcomes(act))
+
+
+def test_a_second_round_of_a_call_does_not_read_the_first() -> None:
+    def act(ranks: CollectiveCall, rank: int) -> list[tuple[str, str]]:
+        return [ranks.unlike({"plan": "a"}), ranks.unlike({"model": f"{rank // 2}"})]
+
+    assert outcomes(act) == [[("", ""), ("model", "2")]] * 3
+
+
+def test_many_texts_are_compared_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, gather = list[str](), CollectiveCall.gathered_texts
+
+    def counted(ranks: CollectiveCall, name: str, mine: str) -> list[str]:
+        rounds.append(name)
+        return gather(ranks, name, mine)
+
+    monkeypatch.setattr(CollectiveCall, "gathered_texts", counted)
+    outcomes(lambda ranks, rank: ranks.require_same_step("a", {"seed": "1", "batch": "2"}))
+    assert sorted(rounds) == ["alike/step"] * 3 + ["end"] * 3
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("error", [KeyError("no"), KeyboardInterrupt(), SystemError("odd")])
 def test_any_error_reaches_all(failing: int, error: BaseException) -> None:

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.errors import BudgetError, CaptureError, RematError, SolverError
+from remat.graph_capture.errors import (
+    BudgetError,
+    CaptureError,
+    DeviceError,
+    RematError,
+    SolverError,
+)
 from remat.whole_step.running import WholeStep
 
 
@@ -81,7 +87,9 @@ def whole(make: Callable[..., Any], **options: Any) -> Callable[[nn.Module], Any
         (chain(), {"args": None}, CaptureError, "give one batch too: a whole step is planned for"),
         (chain(), {"microbatches": 0}, BudgetError, "give 1 or more microbatches"),
         (chain(), {"host": None}, BudgetError, "give host='120GiB' too"),
-        (nn.Linear(32, 32), {}, SolverError, "no repeated layers in a row"),
+        (chain()[:4], {}, SolverError, "leave out microbatches=, or give the model more equal lay"),
+        (chain(), {"sharding": remat.Sharding("fsdp2", 2, "0")}, DeviceError,
+         "leave out blocks of the sharding, or microbatches=: a whole step finds its layers by"),
         (Counting(*chain()), {}, CaptureError, "forward of Counting sets"),
         (GivenGradient(), {"loss_fn": None, "target": None}, CaptureError,
          "and what backward is given are one tensor, which a whole step would change twice"),

@@ -12,11 +12,12 @@ from remat.graph_capture.devices.known_devices import device_table
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Link, Links
 from remat.schedules.simulate import simulate
+from remat.whole_step.config_changes import orders
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import Microbatch, Update
 from remat.whole_step.planned_step import PlannedStep, Short, StepTask, planned_step
 from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig
-from remat.whole_step.step_search import least_step_us, orders, plan_whole_step
+from remat.whole_step.step_search import least_step_us, plan_whole_step
 from tests.remat.whole_step.hand_steps import layered, task_of
 from tests.remat.whole_step.llama import captured, small_llama
 

@@ -14,7 +14,7 @@ from remat.graph_capture import trace
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import UPDATE
 from remat.graph_capture.joint.gradients import GradientRelease
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.traced_step import Trace
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.rewriting import rewrite
 from remat.rewriter.user_module.module import RematModule

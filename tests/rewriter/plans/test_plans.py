@@ -26,6 +26,7 @@ from remat.graph_capture.errors import (
     RewriteError,
     ScheduleError,
 )
+from remat.plans_at_hand import plan_of_file
 from remat.ranks.same_order import agreed_rewrite
 from remat.rewriter.plans.loading import EXTRA_FILE, load_plan, plan_of, read_plan, save_plan
 from remat.schedules.outcome import Check
@@ -430,7 +431,7 @@ def test_a_plan_of_an_older_release_is_read() -> None:
     prediction = msgspec.structs.replace(made.prediction, status=None, order=None)
     older = edited(made, check=None, prediction=prediction)
     assert PlanFile.from_json(json.dumps(root)) == older
-    assert remat.Plan.from_file(older).status == "feasible"
+    assert plan_of_file(older).status == "feasible"
 
 
 def test_more_equal_gradients_than_there_are_is_refused() -> None:

@@ -118,6 +118,37 @@ def _widen(block: nn.Module) -> None:
     block.up, block.down = nn.Linear(16, 128), nn.Linear(128, 16)
 
 
+class _Masked(Plain):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # pyright: ignore
+        return super().forward(x) * mask
+
+
+class _Given(Model):
+    """Whose blocks are given what `make` makes of the model and its batch."""
+
+    def __init__(self, make: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__(in_turn, False, _Masked)
+        self.make = make
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok(ids)
+        mask = self.make(self, ids).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(self.norm(x))
+
+
+def given(make: Callable[[Model, Tensor], Tensor]) -> Factory:
+    def factory(batch: int = 1, seq: int = 8) -> dict[str, Any]:
+        ids = torch.zeros(batch, seq, dtype=torch.int64)
+        return {"model": _Given(make), "args": (ids,), "loss_fn": token_loss, "target": ids}
+
+    return factory
+
+
+padded = given(lambda model, ids: (ids > 3)[..., None])
+
+
 class _Loose(Model):
     """With parameters of its own, a counter, a projection, and blocks that return tuples."""
 

@@ -118,6 +118,14 @@ def test_parameters_on_the_root_and_tuples_are_planned() -> None:
     assert "is given others than block layers.0" in found.job.unrun
 
 
+def test_a_plan_with_stages_says_that_they_lack_a_mask_of_the_batch() -> None:
+    whole, staged = planned("padded", seq=8, pp=1), planned("padded", seq=8, pp=2, virtual_stages=1)
+    assert whole.file
+    assert not whole.file.unrun
+    assert staged.file
+    assert staged.file.unrun.startswith("compute argument 1 in the blocks, or plan with --cp 1 and")
+
+
 def test_blocks_of_the_same_operations_on_other_tensors_are_of_two_kinds() -> None:
     found = planned("rewired", seq=8)
     assert found.job.kinds == (0, 0, 1)

@@ -17,6 +17,7 @@ from remat.graph_capture.distributed.collectives import FakeGroups, fake_ranks
 from remat.graph_capture.errors import CaptureError
 from tests.distributed.context.models import Block, Decoder, factory_of
 from tests.remat.cluster.capture import chains
+from tests.remat.cluster.capture.families import given
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,23 @@ def test_a_decoder_is_a_chain_of_its_layers() -> None:
     assert shape.border.dtype == torch.bfloat16
     assert shape.has_fused_attention
     assert not shape.has_open_attention
+
+
+@pytest.mark.parametrize(
+    ("make", "is_sent"),
+    [
+        (lambda model, ids: ids[..., None] > 3, False),
+        (lambda model, ids: model.tok.weight.sum(), False),
+        (lambda model, ids: torch.rand(ids.shape[1], 1), False),
+        (lambda model, ids: torch.arange(ids.shape[1])[:, None], True),
+    ],
+)
+def test_what_only_ranks_with_the_batch_can_make_is_known(
+    make: Callable[[Any, Tensor], Tensor], is_sent: bool
+) -> None:
+    shape = watch(chain_from(given(make), batch=2))
+    assert shape.unsent.startswith("compute argument 1 in the blocks") != is_sent
+    assert bool(shape.unsent) != is_sent
 
 
 @pytest.mark.parametrize("inside", [True, False])
