@@ -69,7 +69,7 @@ class Improvement:
         self.search, self.lazy, self.gap = search, lazy, gap
         self.seed, self.workers, self.stalled = seed, workers, 0
         self.cuts_limit = stopping.LARGE_CUTS if search.is_large else stopping.CUTS
-        self.least_effort = stopping.FIRST_ROUND
+        self.least_effort, self.n_other_starts = stopping.FIRST_ROUND, 0
         self.guide: Runs = lazy.start.runs if lazy.start is not None else ()
         self.around: LargeNeighbourhoods | None = None
 
@@ -103,11 +103,13 @@ class Improvement:
             if self.search.best is not None:
                 self._search_around(1, effort)
         else:
-            others = OtherStarts(self.search, self.lazy, self.seed)  # before the programs change
+            # Before the programs change.
+            others = OtherStarts(self.search, self.lazy, self.seed, self.n_other_starts)
             # Both are waited for, so the outcome depends on seed and workers, not on who was first.
             with Task(lambda: self._programs(open_gap, below_us)) as solving:
                 self._search_beside(others, self.workers - 1, effort)
                 found = solving.wait()
+            self.n_other_starts = others.tried
         for climbed in found:
             offer_climbed(self.search, climbed)
             # The guide need not fit: the stages in which it recomputes are worth a try.

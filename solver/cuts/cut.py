@@ -41,6 +41,7 @@ _POWERS = (0.3, 0.6, 1.0, 1.6)
 RELAXED_POWERS = _POWERS[2:]  # of starts far from any schedule
 # Segments take seconds on thousands of ops. On an LSTM: 31 % of overhead, with cuts 50 %.
 _WIDE = 0.05
+_HALF_WIDE = 0.02  # where relaxed programs of more cuts say what windows take ten times as long for
 _WIDEST = 8  # ops with the largest working sets, whose cuts are tried too
 _GAP_PART = 0.1  # of the open gap that a program of cuts may leave, where less is asked for
 
@@ -226,7 +227,7 @@ def begin_window_cuts(search: Search, plain: State, gap: float, has_start: bool)
     if lazy is None:
         return None
     start = None
-    if is_wide := if_narrow and search.is_open(max(gap, _WIDE)):
+    if is_wide := if_narrow and search.is_open(max(gap, _HALF_WIDE)):
         start = _choose_cuts(search, lazy, gap)
     is_best = has_several and _say_more(search, windows, lazy, gap)
     if is_best:

@@ -24,11 +24,16 @@ _REPAIRED = 0.6  # program and repair of a start in CP-SAT's unit: about 1.5 s o
 
 
 class OtherStarts:
-    """Starts of the programs that `windows` are now, one for each target."""
+    """Starts of the programs that `windows` are now, one for each target.
 
-    def __init__(self, search: Search, windows: Windows, seed: int = 0) -> None:
+    The `first` of them come last: shortly before, they were tried.
+    """
+
+    def __init__(self, search: Search, windows: Windows, seed: int = 0, first: int = 0) -> None:
         self._search, self._windows, self._seed = search, windows.copy(), seed
-        self._targets = targets_of(search, _TARGETS)
+        first %= len(_TARGETS)
+        self._targets = targets_of(search, (*_TARGETS[first:], *_TARGETS[:first]))
+        self.tried = first
         self.runs: Runs = ()  # of the last one
 
     def offer_next(self, workers: int) -> float:
@@ -37,6 +42,7 @@ class OtherStarts:
         if not self._targets:
             return 0.0
         target_bytes = self._targets.pop(0)
+        self.tried += 1
         search.say(f"another start, for {target_bytes} bytes")
         start = self._windows.relaxed_start(target_bytes, stopping.RELAXED.of(search.left_s))
         inner = Search(search.graph, search.budget_bytes, search.solver, search.left_s)

@@ -53,3 +53,13 @@ def test_they_begin_from_the_programs_as_they_were() -> None:
     assert now is not None
     assert then is not None
     assert then.runs == before.runs != now.runs
+
+
+def test_another_round_goes_on_with_the_next_target() -> None:
+    search, windows = begun()
+    first, second = (OtherStarts(search, windows, first=place) for place in (0, 1))
+    for _ in range(2):
+        first.offer_next(workers=1)
+    second.offer_next(workers=1)
+    assert second.runs == first.runs
+    assert second.tried == first.tried == 2
