@@ -4,8 +4,8 @@ A neighbourhood search settles within seconds, and where depends on its start: o
 19 to 23 % of overhead, from starts of which the worst led to the best. So while a program of cuts
 is solved, other starts are polished too. One that is not better still shows where to look: ops that
 run again in other stages there make neighbourhoods of the best.
-Source: multi-start and path relinking (Glover, Laguna and Martí 2000,
-https://hdl.handle.net/10419/188088).
+Source: path relinking (F. Glover, M. Laguna, R. Martí, "Scatter search and path relinking: advances
+and applications", 2003, https://doi.org/10.1007/0-306-48056-5_1).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods, runs_b
 from remat.solver.search import Search
 
 _TARGETS = (0.97, 0.8, 0.6, 0.88, 0.7, 0.93)  # of the room; neighbours lead to much the same
-
-
 _REPAIRED = 0.6  # program and repair of a start in CP-SAT's unit: about 1.5 s on 500 ops
 
 
