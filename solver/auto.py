@@ -263,8 +263,9 @@ class Auto:
         prove_nothing_fits(search)
         if not has_start and search.is_open(gap):
             offer_chain(search)  # on a chain of 100, better than a minute of what follows
-        # Policies take long, and beside several windows found nothing better.
-        has_enough = windows is not None and len(windows.parts) > 1 and search.best is not None
+        # Policies take long, and beside several windows, or starts of several cuts, found nothing.
+        is_several = windows is not None and (len(windows.parts) > 1 or windows.start is not None)
+        has_enough = is_several and search.best is not None
         if not has_start and search.is_open(gap) and not has_enough:
             # On an unrolled LSTM of 1,091 ops, exchanges halved overhead; policies found nothing.
             can_exchange = search.is_large and search.best_state is not None
