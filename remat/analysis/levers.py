@@ -28,13 +28,13 @@ def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> _Off:
         for name in [name for name, runs in schedule.computations().items() if runs > 1]:
             schedule = counterfactual_schedule(planned, schedule, name)
         return planned, schedule
-    return _in_order(planned, dict.fromkeys(_runs(schedule)))
+    return _in_order(planned, schedule, dict.fromkeys(_runs(schedule)))
 
 
 def without_copies(graph: TrainingGraph, schedule: Schedule) -> _Off:
     # Without links, so that a solver that is asked cannot copy either.
     planned = msgspec.structs.replace(graph_of_schedule(graph, schedule), links=None)
-    return _in_order(planned, _runs(schedule))
+    return _in_order(planned, schedule, _runs(schedule))
 
 
 def without_chunks(graph: TrainingGraph, schedule: Schedule) -> _Off:
@@ -49,7 +49,23 @@ def without_chunks(graph: TrainingGraph, schedule: Schedule) -> _Off:
             order.append(name)
         if at >= 0:
             ran.add(name)
-    return _in_order(captured, [*order, *(op.name for op in captured.ops[begun:])])
+    order += (op.name for op in captured.ops[begun:])
+    return _in_order(captured, schedule, _updates_behind_reads(captured, order))
+
+
+def _updates_behind_reads(graph: TrainingGraph, order: Iterable[str]) -> list[str]:
+    """`order`, with each update behind all that reads its parameters, as such ops may run again."""
+    ops = [graph.ops[graph.op_index[name]] for name in order]
+    read = {name: at for at, op in enumerate(ops) if op.target != UPDATE for name in op.inputs}
+
+    def place(item: tuple[int, Op]) -> tuple[int, bool]:
+        at, op = item
+        if op.target != UPDATE:
+            return at, False
+        updated = set(op.inputs).difference(_gradients(graph, op))
+        return max(at, *(read.get(name, 0) for name in updated)), True
+
+    return [op.name for _, op in sorted(enumerate(ops), key=place)]
 
 
 def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
@@ -57,7 +73,7 @@ def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
     updates = {op.name for op in planned.ops if op.target == UPDATE}
     if planned.resident.gradients_bytes:  # summed gradients are released as they are made
         ops = tuple(_without_update(planned, op) for op in planned.ops)
-        return _in_order(msgspec.structs.replace(planned, ops=ops), _runs(schedule))
+        return _in_order(msgspec.structs.replace(planned, ops=ops), schedule, _runs(schedule))
     taken = [op for op in planned.ops if op.name in updates]
     gradients = [name for op in taken for name in _gradients(planned, op)]
     *others, last = (op for op in planned.ops if op.name not in updates)
@@ -67,7 +83,7 @@ def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
     # The optimizer takes gradients at the end of the step, so they stay till then: none is freed.
     outputs = tuple(dict.fromkeys((*planned.outputs, *gradients)))
     off = msgspec.structs.replace(planned, ops=left, outputs=outputs)
-    return _in_order(off, [name for name in _runs(schedule) if name not in updates])
+    return _in_order(off, schedule, [name for name in _runs(schedule) if name not in updates])
 
 
 def _without_update(graph: TrainingGraph, op: Op) -> Op:
@@ -87,8 +103,9 @@ def _runs(schedule: Schedule) -> list[str]:
     return [step.op for step in schedule.steps if isinstance(step, Compute)]
 
 
-def _in_order(graph: TrainingGraph, names: Iterable[str]) -> _Off:
-    return graph, schedule_of(Problem.of(graph), [graph.op_index[name] for name in names])
+def _in_order(graph: TrainingGraph, schedule: Schedule, names: Iterable[str]) -> _Off:
+    made = schedule_of(Problem.of(graph), [graph.op_index[name] for name in names])
+    return graph, schedule.with_steps(graph, made.steps)  # `recompute` may allow custom ops twice
 
 
 RECOMPUTATION, UPDATES = "recomputation", "updates during backward"

@@ -130,4 +130,4 @@ def counterfactual_schedule(graph: TrainingGraph, schedule: Schedule, op: str) -
         return step.value not in held or (freed_value(step) in held and i > last_there[step.value])
 
     steps = [step for i, step in enumerate(schedule.steps) if stays(i, step)]
-    return Schedule.for_graph(graph, steps, solver=schedule.solver)
+    return schedule.with_steps(graph, steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 import remat
@@ -17,13 +18,15 @@ from remat.analysis.levers import (
     without_updates,
 )
 from remat.graph_capture.costs.op_costs import measure_costs
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.graph_capture.graph import CUSTOM, Op, Resident, TrainingGraph, Value
 from remat.graph_capture.tracing.trace import trace
 from remat.levers.optimizer_in_backward import planned_optimizer_in_backward
 from remat.schedules.derived import graph_of_schedule, unchunked
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
+from remat.solver.problem import Problem
+from remat.solver.state import schedule_of
 from tests.graph_capture.chunking.language_models import LanguageModel, batch, plain
 from tests.limits import AMPLE_S
 
@@ -130,6 +133,34 @@ def test_a_plan_without_its_chunks_is_one_of_the_captured_graph(split: Any) -> N
         if without.computations().most_common(1)[0][1] == 1:
             assert found.peak_bytes == everything.peak_bytes
             assert found.time_us == pytest.approx(everything.time_us)
+
+
+def test_without_chunks_what_runs_again_still_reads_parameters_before_their_updates() -> None:
+    model, args = LanguageModel(plain), batch(16)
+    release = planned_optimizer_in_backward(model, "sgd", "cpu")
+    traced = trace(model, args, gradient_release=release, split="exact", optimizer="sgd")
+    graph = measure_costs(traced)
+    chunked = remat.solve(graph, "min", solver="hierarchical", time_limit_s=AMPLE_S).schedule
+    assert chunked is not None
+    assert chunked.chunks
+    planned = graph_of_schedule(graph, chunked)
+    once = [op for op in planned.ops if op.target != "remat.update"]
+    again = [op for op in once if op.phase == "forward" and not op.no_recompute]
+    updates = [op for op in planned.ops if op.target == "remat.update"]
+    order = [planned.op_index[op.name] for op in (*once, *again, *updates)]
+    schedule = msgspec.structs.replace(chunked, steps=schedule_of(Problem.of(planned), order).steps)
+    assert simulate(planned, schedule).time_us > planned.time_us
+    chunks, updated = levers_of(graph, schedule)[-2:]
+    assert (chunks.name[:13], updated.name) == ("head and its ", UPDATES)
+    assert simulate(*without_chunks(graph, schedule)).time_us > graph.time_us
+
+
+def test_without_updates_a_custom_op_that_recompute_names_still_runs_twice() -> None:
+    graph = chain()
+    first = msgspec.structs.replace(graph.ops[0], no_recompute=f"{CUSTOM} may draw", module="own")
+    graph = msgspec.structs.replace(graph, ops=(first, *graph.ops[1:]))
+    schedule = Schedule.for_graph(graph, again().steps, options={"recompute": "own"})
+    assert simulate(*without_updates(graph, schedule)).time_us == 32
 
 
 def test_a_plan_without_updates_is_one_of_the_step_that_updates_afterwards() -> None:
