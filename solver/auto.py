@@ -70,6 +70,7 @@ class Improvement:
         self.seed, self.workers, self.stalled = seed, workers, 0
         self.cuts_limit = stopping.LARGE_CUTS if search.is_large else stopping.CUTS
         self.least_effort, self.n_other_starts = stopping.FIRST_ROUND, 0
+        self.programs_s = 0.0  # of the last round, by their iterations
         self.guide: Runs = lazy.start.runs if lazy.start is not None else ()
         self.around: LargeNeighbourhoods | None = None
 
@@ -95,7 +96,8 @@ class Improvement:
         before_us, open_gap = self.lazy.bound_us, self.search.gap
         # Of what the round begins with: when neighbourhoods find a better one depends on the clock.
         below_us = self.search.best_key[0] / (1 + self.gap) * (1 + _CUTOFF_SLACK)
-        effort = max(_ROW_S * self.lazy.n_rows, self.least_effort) / _CP_SAT_S
+        expected_s = max(_ROW_S * self.lazy.n_rows, self.programs_s, self.least_effort)
+        effort = expected_s / _CP_SAT_S
         if self.search.best is not None:
             self.lazy.spent_us = self._spent_us(self.search.best)
         if self.search.best is None or self.workers == 1:
@@ -103,18 +105,20 @@ class Improvement:
             if self.search.best is not None:
                 self._search_around(1, effort)
         else:
-            # Before the programs change.
-            others = OtherStarts(self.search, self.lazy, self.seed, self.n_other_starts)
+            others = self._other_starts()  # before the programs change
             # Both are waited for, so the outcome depends on seed and workers, not on who was first.
             with Task(lambda: self._programs(open_gap, below_us)) as solving:
                 self._search_beside(others, self.workers - 1, effort)
                 found = solving.wait()
-            self.n_other_starts = others.tried
+            self.n_other_starts = others.tried if others else 0
         for climbed in found:
             offer_climbed(self.search, climbed)
             # The guide need not fit: the stages in which it recomputes are worth a try.
             if climbed.start is not None and climbed.solution.finished:
                 self.guide = climbed.start.runs
+        # What a limit ended depends on the clock.
+        ended = [climbed.solution for climbed in found if climbed.solution.finished]
+        self.programs_s = _ITERATION_S * sum(solution.iterations for solution in ended)
         if not found[-1].solution.finished:
             self.cuts_limit = self.cuts_limit.longer(_PATIENCE)
         is_higher = self.lazy.bound_us > before_us * (1 + 1e-6)
@@ -140,12 +144,18 @@ class Improvement:
         again = recomputed_by_stage(problem, ops_of(problem, best))
         return [sum(problem.cost_us[op] for op in stage) for stage in again]
 
-    def _search_beside(self, others: OtherStarts, workers: int, effort: float) -> None:
+    def _other_starts(self) -> OtherStarts | None:
+        if self.search.is_large:
+            return None
+        return OtherStarts(self.search, self.lazy, self.seed, self.n_other_starts)
+
+    def _search_beside(self, others: OtherStarts | None, workers: int, effort: float) -> None:
         """Around the best for a part of `effort`, then from other starts and around it in turn."""
         effort -= self._search_around(workers, self.least_effort / _CP_SAT_S)
         while effort > 0 and self.search.is_open(self.gap):
-            spent = 0.0 if self.search.is_large else others.offer_next(workers)
-            self.guide = others.runs or self.guide
+            spent = others.offer_next(workers) if others else 0.0
+            if others and others.runs:
+                self.guide = others.runs
             effort -= spent + self._search_around(workers, min(effort, spent) or effort)
             if self.around is not None and self.around.is_exhausted:
                 return

@@ -56,6 +56,7 @@ class LazyCuts:
     # (t, last, least): intervals of cuts from t to before `last` take at least so many us.
     floors: tuple[_Floor, ...] = ()
     added: tuple[int, ...] = ()  # `cuts` in order of addition
+    n_rows: int = 0  # of the program that was made last
 
     def __post_init__(self) -> None:
         self.added = self.added or self.cuts
@@ -71,6 +72,7 @@ class LazyCuts:
         _add_spans(made, self.added)
         for floor in self.floors:
             _add_floor(made, floor)
+        self.n_rows = len(made.program.rows)
         return made
 
     def climb(self, limits: Limits, below_us: float = inf) -> Climbed:
@@ -273,8 +275,8 @@ class Windows:
 
     @property
     def n_rows(self) -> int:
-        """Rows of the next program."""
-        return len(self.parts[self._next()].program().program.rows)
+        """Rows of the next program, about: as many as there were before its last cut."""
+        return self.parts[self._next()].n_rows
 
     def relaxed_us(self, time_limit_s: float) -> list[float]:
         """By window, the least time of what it must run again."""

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from remat.solver import stopping
 from remat.solver.bounds.lazy_cuts import Windows
-from remat.solver.cuts.cut import RELAXED_POWERS, repair_from, targets_of
+from remat.solver.cuts.cut import RELAXED_POWERS, TARGETS, repair_from, targets_of
 from remat.solver.local_search.events import Runs
 from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods, runs_by_stage
 from remat.solver.search import Search
 
-_TARGETS = (0.97, 0.8, 0.6, 0.88, 0.7, 0.93)  # of the room; neighbours lead to much the same
+_TARGETS = tuple(TARGETS[at] for at in (0, 3, 5, 2, 4, 1))  # neighbours lead to much the same
 _REPAIRED = 0.6  # program and repair of a start in CP-SAT's unit: about 1.5 s on 500 ops
 
 
 class OtherStarts:
     """Starts of the programs that `windows` are now, one for each target.
 
-    The `first` of them come last: shortly before, they were tried.
+    The `first` of them come last, as the round before has tried them.
     """
 
     def __init__(self, search: Search, windows: Windows, seed: int = 0, first: int = 0) -> None:
