@@ -108,10 +108,10 @@ def _dimensions(
 ) -> Iterator[tuple[str | int, int, Any]]:
     form = f"give {wanted} by argument and dimension, such as {example or _UPTO_EXAMPLE}"
     if not isinstance(given, Mapping):
-        raise CaptureError(f"{name}={given!r} is unknown: {form}")
+        raise CaptureError(f"{form}: {name}={given!r} is unknown")
     for argument, dims in cast("Mapping[Any, Any]", given).items():
         if not isinstance(dims, Mapping):
-            raise CaptureError(f"{name} of {argument!r} is {dims!r}: {form}")
+            raise CaptureError(f"{form}: {name} of {argument!r} is {dims!r}")
         for dim, entry in cast("Mapping[Any, Any]", dims).items():
             if type(dim) is not int or dim < 0:
                 raise CaptureError(
@@ -122,7 +122,9 @@ def _dimensions(
 
 def _require_size(where: str, size: Any) -> None:
     if type(size) is not int or size < 1:
-        raise CaptureError(f"upto of {where} is {size!r}: give the largest size to come, as 2048")
+        raise CaptureError(
+            f"give the largest size to come, such as 2048: upto of {where} is {size!r}"
+        )
 
 
 def _require_argument(name: str, argument: str | int, model: nn.Module) -> None:

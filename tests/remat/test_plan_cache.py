@@ -149,7 +149,7 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
         ({"max_plans": "2"}, SolverError, "max_plans must be 1 or more, not '2'"),
         ({"target": 1}, TypeError, "leave out target: without a batch"),
         ({"dynamic": True}, CaptureError, "dynamic=True is unknown"),
-        ({"dynamic": {"tokens": 1}}, CaptureError, "dynamic of 'tokens' is 1: give"),
+        ({"dynamic": {"tokens": 1}}, CaptureError, "dynamic of 'tokens' is 1"),
         ({"dynamic": {"tokens": {-1: "n"}}}, CaptureError, "names dimension -1 of 'tokens'"),
         (
             {"dynamic": {"tokens": {1: 3}}},
@@ -159,7 +159,11 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
         ({"dynamic": {"x": {1: "n"}}}, CaptureError, "'x', which is not a tensor of the batch"),
         ({"upto": 5}, CaptureError, "upto=5 is not a dict"),
         ({"upto": {"n": 64}}, CaptureError, "upto names 'n' with 64"),
-        ({"upto": {"tokens": {1: "n"}}}, CaptureError, "dimension 1 is 'n': give the largest size"),
+        (
+            {"upto": {"tokens": {1: "n"}}},
+            CaptureError,
+            r"give the largest size.*dimension 1 is 'n'",
+        ),
         ({"split": "yes"}, CaptureError, "give split='none', .*'yes' is unknown"),
         ({"check": "no"}, RewriteError, "give True, False, or None .*: check='no' is unknown"),
         ({"accumulate": 4}, RewriteError, "accumulate=4 is unknown"),
@@ -182,7 +186,7 @@ def test_what_cannot_be_meant_is_refused_at_once(
 
 def test_a_form_of_dynamic_that_fits_no_batch_is_refused_before_a_trace() -> None:
     tokens = torch.zeros(2, 4, dtype=torch.long)
-    with pytest.raises(CaptureError, match="dynamic=True is unknown: give sizes by argument"):
+    with pytest.raises(CaptureError, match=r"give sizes by argument.*: dynamic=True is unknown"):
         remat.rematerialize(tagger(), (tokens,), budget="60%", dynamic=True)  # type: ignore
 
 
