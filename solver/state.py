@@ -83,23 +83,26 @@ def recomputed_in(
 def _visit(
     problem: Problem, carried_in: _Row, t: int, root: int, seen: set[int], order: list[int]
 ) -> None:
-    stack = [(root, 0)]  # no recursion: deep closures exceed Python's limit
+    inputs, producer = problem.inputs, problem.producer  # looked up once: this is most of a repair
+    stack = [(root, iter(inputs[root]))]  # no recursion: deep closures exceed Python's limit
+    _require_rerun(problem, root, t)
     seen.add(root)
     while stack:
-        op, position = stack.pop()
-        if problem.no_recompute[op] or op >= t:  # op t and later ones have not run yet
-            raise UnreachableError
-        reads = problem.inputs[op]
-        while position < len(reads):
-            v = reads[position]
-            position += 1
-            below = problem.producer[v]
-            if not carried_in[v] and below not in seen:
+        op, reads = stack[-1]
+        for v in reads:
+            if not carried_in[v] and (below := producer[v]) not in seen:
+                _require_rerun(problem, below, t)
                 seen.add(below)
-                stack += [(op, position), (below, 0)]
+                stack.append((below, iter(inputs[below])))
                 break
         else:
             order.append(op)
+            stack.pop()
+
+
+def _require_rerun(problem: Problem, op: int, t: int) -> None:
+    if problem.no_recompute[op] or op >= t:  # op t and later ones have not run yet
+        raise UnreachableError
 
 
 def mark_made(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
@@ -112,21 +115,20 @@ def closure_cost_us(
     problem: Problem, carried_in: _Row, v: int, t: int, paid: Collection[int], most_us: float
 ) -> float | None:
     """Time of v's closure; None if a pinned op is in it, or once it is above `most_us`."""
-    already = frozenset(paid)
-    root = problem.producer[v]
-    seen, waiting = {root}, [root]
+    inputs, producer, pinned = problem.inputs, problem.producer, problem.no_recompute
+    seen = set(paid)  # closed: what these read is among them
+    waiting = [root] if (root := producer[v]) not in seen else []
+    seen.add(root)
     cost_us = 0.0
     while waiting:
         op = waiting.pop()
-        if problem.no_recompute[op] or op >= t:
+        if pinned[op] or op >= t:
             return None
-        if op not in already:
-            cost_us += problem.cost_us[op]
-            if cost_us > most_us:
-                return None
-        for u in problem.inputs[op]:
-            below = problem.producer[u]
-            if below not in seen and not carried_in[u]:
+        cost_us += problem.cost_us[op]
+        if cost_us > most_us:
+            return None
+        for u in inputs[op]:
+            if not carried_in[u] and (below := producer[u]) not in seen:
                 seen.add(below)
                 waiting.append(below)
     return cost_us
@@ -147,19 +149,20 @@ def _heights_bytes(
 ) -> list[int]:
     """Bytes above what was carried in while each op of `order` runs, and op t at last."""
     last = _last_uses(problem, t, order)
-    size_bytes = problem.size_bytes
+    size_bytes, own_bytes = problem.size_bytes, problem.own_bytes
+    inputs, outputs = problem.inputs, problem.outputs
     now = 0
     heights: list[int] = []
     for position, op in enumerate(order):
-        heights.append(now + problem.own_bytes[op])
-        for v in problem.outputs[op]:
+        heights.append(now + own_bytes[op])
+        for v in outputs[op]:
             # Live outputs stay as they are; unwanted ones go at once.
             if not carried_in[v] and (carried_on[v] or last.get(v, -1) > position):
                 now += size_bytes[v]
-        for v in problem.inputs[op]:
+        for v in inputs[op]:
             if last[v] == position and not carried_on[v]:
                 now -= size_bytes[v]
-    return [*heights, now + problem.own_bytes[t]]
+    return [*heights, now + own_bytes[t]]
 
 
 def fullest_op(
