@@ -35,9 +35,10 @@ from remat.solver.bounds.cut_program import CutProgram
 from remat.solver.offload.fetch_as_recompute import movable
 from remat.solver.problem import Problem
 
-# How much a link can carry in time: the bytes that are released at or after the end of an op and
+# How much a link can carry in time: copies that are released at or after the end of an op and
 # must be through before the cut take no longer than the time between, in any order. Likewise what
-# starts after the cut and is read at or before an op. Windows are chains of one variable a value:
+# starts after the cut and is read at or before an op. Each value is copied whole, so each has its
+# latency: without, a bound on files was 5 % too low. Windows are chains of one variable a value:
 # written out, thousands of rows would have thousands of terms each.
 
 _POSITIONS = 60  # windows a cut and link: more moved no bound by .01 % of the step
@@ -56,7 +57,6 @@ class _LinkWindows:
     unit_us: float
     again: list[dict[int, int]]  # by interval, the variables of ops that run again there
     waits: dict[int, int]  # by interval, from -1 on, its time beyond first runs and `again`
-    with_latency: bool  # without, a window holds for any link
     begin_us: list[float] = field(init=False)  # when op t would begin if every op ran once
     extra: dict[int, int] = field(default_factory=dict[int, int], init=False)
     reads: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]], init=False)
@@ -94,9 +94,7 @@ class _LinkWindows:
                 self._fits(before, self.begin_us[y] - self.begin_us[t + 1], range(k, last + 1))
 
     def _took(self, v: int, link: Link) -> float:
-        size_bytes = self.problem.size_bytes[v]
-        took_us = link.us(size_bytes) if self.with_latency else size_bytes / link.bytes_per_us
-        return min(took_us / self.unit_us, _LONGEST_COPY)
+        return min(link.us(self.problem.size_bytes[v]) / self.unit_us, _LONGEST_COPY)
 
     def _chained(self, terms: _Terms, before: int | None) -> int:
         """A variable that is the sum of `terms` and of the chain so far."""
@@ -147,9 +145,9 @@ def _evenly_taken(places: Iterable[int]) -> set[int]:
 @dataclass(slots=True, kw_only=True)
 class JointCut(CutProgram):
     links: Links
-    # A start counts latencies and copies only what can move. A bound counts bytes alone, of all.
+    # A start copies only what can move, which is at least `least_bytes`; a bound anything.
     is_start: bool = False
-    least_bytes: int = 1  # a start copies no smaller value
+    least_bytes: int = 1
     fetched: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
     hosted: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
     spilled: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
@@ -219,9 +217,8 @@ class JointCut(CutProgram):
 
     def _link_rows(self) -> None:
         windows = _LinkWindows(
-            self.program, self.problem, self.cuts, self.cost_unit_us, self.again, self.waits,
-            with_latency=self.is_start,
-        )  # fmt: skip
+            self.program, self.problem, self.cuts, self.cost_unit_us, self.again, self.waits
+        )
         links = self.links
         for k in range(len(self.cuts)):
             windows.out(k, self.hosted[k], links.d2h)

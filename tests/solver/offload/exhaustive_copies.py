@@ -56,11 +56,11 @@ def _moved(arrivals: Arrivals, us: float) -> Arrivals:
 
 
 def random_case(rng: random.Random, most_ops: int, *, is_host_small: bool = False) -> Case:
-    """Small whole numbers, a budget near what one op needs, links about as fast as ops."""
+    """Small numbers, a budget near what one op needs, links about as fast as ops."""
     graph = _random_graph(rng, rng.randint(4, most_ops))
     problem = Problem.of(graph)
     floor = max(problem.working_set_bytes[t] for t in range(problem.n_ops))
-    out, back = (Link(rng.choice((0.5, 1.0, 2.0))) for _ in range(2))
+    out, back = (Link(rng.choice((0.5, 1.0, 2.0)), rng.choice((0.0, 0.0, 1.5))) for _ in range(2))
     host_bytes = rng.randint(1, 4) if is_host_small else ROOMY_BYTES
     links = Links(out, back, host_bytes, source="a test")
     return Case(with_links(graph, links), links, floor + rng.randint(0, 2))

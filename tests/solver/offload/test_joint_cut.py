@@ -67,12 +67,13 @@ def one_copy() -> TrainingGraph:
     return TrainingGraph("OneCopy", ops, values, (), ("d",))
 
 
+@pytest.mark.parametrize("latency_us", [0.0, 2.5])
 @pytest.mark.parametrize("rate", [0.001, 0.5, 1.0, 2.0, 3.0, 100.0])
-def test_a_copy_waits_for_what_its_windows_lack(rate: float) -> None:
+def test_a_copy_waits_for_what_its_windows_lack(rate: float, latency_us: float) -> None:
     """3 us to go down, 4 us to come back; what a copy takes beyond is waited for."""
-    graph, link = one_copy(), Link(rate)
+    graph, link = one_copy(), Link(rate, latency_us)
     links = Links(link, link, 10)
-    took_us = 10 / rate
+    took_us = latency_us + 10 / rate
     expected_us = graph.time_us + max(0.0, took_us - 3) + max(0.0, took_us - 4)
     program = JointCut(Problem.of(graph), (2,), 22, links=links)
     assert program.solve(TINY).bound_us == pytest.approx(expected_us)
