@@ -8,7 +8,7 @@ import msgspec
 
 from remat.analysis.plan_figures import chunks_of
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph
+from remat.graph_capture.graph import ACCUMULATE, KEPT, UPDATE, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule, unchunked
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Schedule
@@ -91,7 +91,10 @@ def _without_update(graph: TrainingGraph, op: Op) -> Op:
     if op.target != UPDATE:
         return op
     read = tuple(_gradients(graph, op))
-    return msgspec.structs.replace(op, target=ACCUMULATE, inputs=read, workspace_bytes=0)
+    # A plan may have them in another order than the captured one, as each stands for itself.
+    return msgspec.structs.replace(
+        op, target=ACCUMULATE, inputs=read, workspace_bytes=0, no_recompute=f"{KEPT} its gradient"
+    )
 
 
 def _gradients(graph: TrainingGraph, op: Op) -> list[str]:

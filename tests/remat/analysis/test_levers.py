@@ -77,6 +77,19 @@ def test_summed_gradients_are_released_without_updates() -> None:
     assert simulate(off, schedule).peak_bytes == 20 + 20 + 160
 
 
+def test_summed_gradients_are_released_in_the_order_of_the_plan() -> None:
+    graph = chain()
+    summed = TrainingGraph(
+        graph.name, graph.ops, graph.values, resident=Resident(20, gradients_bytes=20)
+    )
+    late = [step for step in again().steps if step not in (Compute("update_gb"), Free("gb"))]
+    steps = (*late, Compute("update_gb"), Free("gb"))
+    schedule = Schedule.for_graph(summed, steps)
+    off, without = without_updates(summed, schedule)
+    assert [step.op for step in without.steps if isinstance(step, Compute)][-1] == "update_gb"
+    assert levers_of(summed, schedule)[-1].off_bytes == simulate(off, without).peak_bytes
+
+
 def test_a_solver_is_asked_without_updates_but_not_without_recomputation() -> None:
     asked: list[TrainingGraph] = []
 
