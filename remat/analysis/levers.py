@@ -76,14 +76,17 @@ def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
         return _in_order(msgspec.structs.replace(planned, ops=ops), schedule, _runs(schedule))
     taken = [op for op in planned.ops if op.name in updates]
     gradients = [name for op in taken for name in _gradients(planned, op)]
-    *others, last = (op for op in planned.ops if op.name not in updates)
-    # The optimizer takes as long behind backward.
-    last = msgspec.structs.replace(last, cost_us=last.cost_us + sum(op.cost_us for op in taken))
-    left = (*others, last)
+    # The optimizer takes as long behind backward, and runs once: it has an op of its own.
+    step = msgspec.structs.replace(
+        taken[-1], target="remat.optimizer", inputs=tuple(dict.fromkeys(gradients)),
+        workspace_bytes=0, cost_us=sum(op.cost_us for op in taken),
+    )  # fmt: skip
+    ops = (*(op for op in planned.ops if op.name not in updates), step)
     # The optimizer takes gradients at the end of the step, so they stay till then: none is freed.
     outputs = tuple(dict.fromkeys((*planned.outputs, *gradients)))
-    off = msgspec.structs.replace(planned, ops=left, outputs=outputs)
-    return _in_order(off, schedule, [name for name in _runs(schedule) if name not in updates])
+    off = msgspec.structs.replace(planned, ops=ops, outputs=outputs)
+    order = (*(name for name in _runs(schedule) if name not in updates), step.name)
+    return _in_order(off, schedule, order)
 
 
 def _without_update(graph: TrainingGraph, op: Op) -> Op:

@@ -77,6 +77,21 @@ def test_summed_gradients_are_released_without_updates() -> None:
     assert simulate(off, schedule).peak_bytes == 20 + 20 + 160
 
 
+def test_without_updates_the_optimizer_runs_once_whatever_runs_again_last() -> None:
+    graph = chain()
+    ops = [msgspec.structs.replace(op, cost_us=3.0 if "update" in op.name else 1.0)
+           for op in graph.ops]  # fmt: skip
+    ops.insert(5, Op("gx", "aten.gx", "backward", ("ga",), ("gx",), 1.0))
+    values = (*graph.values, Value("gx", 10, "gx"))
+    graph = msgspec.structs.replace(graph, ops=tuple(ops), values=values)
+    steps = list(again().steps)
+    at = steps.index(Compute("ga")) + 1
+    steps[at:at] = [Compute("gx"), Free("gx"), Compute("gx"), Free("gx")]
+    schedule = Schedule.for_graph(graph, steps)
+    assert levers_of(graph, schedule)[-1].extra == 0.0
+    assert simulate(*without_updates(graph, schedule)).time_us == 13.0
+
+
 def test_summed_gradients_are_released_in_the_order_of_the_plan() -> None:
     graph = chain()
     summed = TrainingGraph(
