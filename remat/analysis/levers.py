@@ -116,6 +116,7 @@ def _in_order(graph: TrainingGraph, schedule: Schedule, names: Iterable[str]) ->
 
 RECOMPUTATION, UPDATES = "recomputation", "updates during backward"
 OFFLOAD = "copies to the host and back"
+_ROUNDING = 1e-9  # largest part of a step by which times differ that are sums of the same costs
 _SolveWithout = Callable[[TrainingGraph], Result]
 
 
@@ -192,7 +193,8 @@ def _beside(
     solve_without: _SolveWithout | None,
 ) -> LeverEffect:  # fmt: skip
     here, there = simulate(planned, schedule), simulate(*off)
-    extra = (here.time_us - there.time_us) / planned.base_us if planned.base_us else 0.0
+    more = (here.time_us - there.time_us) / planned.base_us if planned.base_us else 0.0
+    extra = more if abs(more) > _ROUNDING else 0.0  # the order of a sum alone, not even its sign
     lever = LeverEffect(name, here.peak_bytes, there.peak_bytes, extra)
     if solve_without is None:
         return lever

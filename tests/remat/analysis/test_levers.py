@@ -92,6 +92,17 @@ def test_without_updates_the_optimizer_runs_once_whatever_runs_again_last() -> N
     assert simulate(*without_updates(graph, schedule)).time_us == 13.0
 
 
+def test_an_order_of_a_sum_is_no_time() -> None:
+    graph = chain()
+    ops = tuple(msgspec.structs.replace(op, cost_us=0.1) for op in graph.ops)
+    graph = msgspec.structs.replace(graph, ops=ops)
+    once = schedule_of(Problem.of(graph), range(len(ops)))
+    here, there = simulate(graph, once), simulate(*without_updates(graph, once))
+    assert 0 < there.time_us - here.time_us < 1e-9
+    (updated,) = levers_of(graph, once)
+    assert " for 0.0 % of a step" in str(updated)
+
+
 def test_summed_gradients_are_released_in_the_order_of_the_plan() -> None:
     graph = chain()
     summed = TrainingGraph(
