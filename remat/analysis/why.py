@@ -36,7 +36,8 @@ from remat.schedules.value_report.rows import (
 from remat.solver import TABLE, option_names, solve_within
 from remat.solver.budgets.sweep import PINS, least_peak
 from remat.solver.reductions.pins import PinnedOps
-from remat.solver.reductions.reduction import Question, solve_alone
+from remat.solver.reductions.reduction import Question, fold
+from remat.solver.reductions.updates import UpdatePlacement
 
 _MOST = 3  # Most ops that are asked about, those of the largest values first. Each takes a solve.
 
@@ -110,7 +111,8 @@ def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: fl
     # Globs of pins are in `pins` already, by op.
     asked = {name: given for name, given in solve_arguments(schedule).items() if name not in PINS}
     question = Question(graph, result.budget_bytes, asked.pop("solver"), each_s, options=asked)
-    found = PinnedOps(turned).solve(question, solve_alone)
+    # No solver alone knows that nothing reads a parameter after its update.
+    found = fold(question, (UpdatePlacement(), PinnedOps(turned)))
     pin = "keep" if is_recomputed else "recompute"
     if found.schedule is None:
         return Turned(pin, False, 0.0, 0.0, (), ())

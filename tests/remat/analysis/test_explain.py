@@ -105,6 +105,36 @@ def test_by_hand_why_a_is_recomputed_and_b_is_kept() -> None:
     assert "Solved again with it kept: found no plan that fits" in said
 
 
+def updating_late() -> tuple[TrainingGraph, Result]:
+    """b has to run again for ga, so its parameter is updated behind that."""
+    reads = {"a": ("x", "p"), "b": ("a", "q"), "c": ("b",), "gb": ("b",), "update_gb": ("gb", "q"),
+             "w": ("gb",), "s": ("w",), "ga": ("a", "b", "c", "s"),
+             "update_ga": ("ga", "p")}  # fmt: skip
+    sizes = {"a": 100, "b": 100, "c": 10, "gb": 50, "w": 250, "s": 10, "ga": 60}
+    ops = tuple(
+        Op(name, "remat.update" if "update" in name else f"aten.{name}",
+           "forward" if name in "abc" else "backward", given, (name,) if name in sizes else (), 1.0,
+           no_recompute="it updates" if "update" in name else "")
+        for name, given in reads.items()
+    )  # fmt: skip
+    resident = (Value("x", 0), *(Value(name, 10, kind="parameter") for name in "pq"))
+    values = (*resident, *(Value(name, size, name) for name, size in sizes.items()))
+    graph = TrainingGraph("Late", ops, values, resident=Resident(parameters_bytes=20))
+    steps = [Compute("a"), Compute("b"), Free("a"), Compute("c"), Compute("gb"), Free("b"),
+             Compute("w"), Compute("s"), Free("w"), Compute("a"), Compute("b"), Compute("ga"),
+             *map(Free, "abcs"), Compute("update_gb"), Compute("update_ga")]  # fmt: skip
+    schedule = Schedule.for_graph(graph, steps, solver="dtr")
+    return graph, evaluate_schedule(graph, schedule, budget_bytes=350, lower_bound_us=0.0)
+
+
+def test_solved_again_with_another_pin_no_parameter_is_read_after_its_update() -> None:
+    graph, result = updating_late()
+    (one,) = why(graph, result, ["c"], each_s=AMPLE_S)
+    assert one.turned is not None
+    assert one.turned.pin == "recompute"
+    assert one.turned.fits
+
+
 @functools.cache
 def planned() -> tuple[TrainingGraph, Result]:
     graph = costed_gpt()
