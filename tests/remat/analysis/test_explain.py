@@ -10,6 +10,7 @@ import pytest
 
 import remat
 from remat.analysis.explanation import Explanation, explain, sentences, why_text
+from remat.analysis.plan_report import step_facts
 from remat.analysis.why import against_greedy, simple_rules, why
 from remat.graph_capture.errors import BudgetError, GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
@@ -133,6 +134,19 @@ def test_solved_again_with_another_pin_no_parameter_is_read_after_its_update() -
     assert one.turned is not None
     assert one.turned.pin == "recompute"
     assert one.turned.fits
+
+
+def test_a_plan_by_hand_names_the_solver_that_was_asked() -> None:
+    graph = chain()
+    result = solve_within(graph, 1160, "exhaustive")
+    assert result.schedule is not None
+    for name, by in (("", "hand"), ("mine", "mine")):
+        schedule = msgspec.structs.replace(result.schedule, solver=name, options={})
+        plan = remat.Plan.of(graph, schedule)
+        said = " ".join(str(plan.explain(each_s=AMPLE_S)).split())
+        assert f", by {by} The peak is reached" in said
+        assert "the lowest peak that auto knows" in said
+        assert dict(step_facts(graph, plan).details)["found by"] == by
 
 
 @functools.cache
