@@ -35,7 +35,7 @@ from remat.schedules.value_report.rows import (
 )
 from remat.solver import TABLE, option_names, solve_within
 from remat.solver.budgets.sweep import PINS, least_peak
-from remat.solver.reductions.pins import PinnedOps
+from remat.solver.reductions.pins import PinnedOps, freed_graph
 from remat.solver.reductions.reduction import Question, fold
 from remat.solver.reductions.updates import UpdatePlacement
 
@@ -67,8 +67,9 @@ def why(
     schedule, asked = required_schedule(result), tuple(globs)
     if not asked:
         return ()
-    graph = graph_of_schedule(graph, schedule)
-    pins = Pins.of(graph, **_pins_of(schedule))
+    asked_pins = _pins_of(schedule)
+    graph = freed_graph(graph_of_schedule(graph, schedule), asked_pins["recompute"])
+    pins = Pins.of(graph, **asked_pins)
     rows = [row for row in value_rows(graph, schedule) if row.phase == "forward"]
     largest: dict[str, ValueRow] = {}
     # What backward does not read is freed by any plan, which explains nothing: that comes last.

@@ -13,7 +13,7 @@ from remat.analysis.explanation import Explanation, explain, sentences, why_text
 from remat.analysis.plan_report import step_facts
 from remat.analysis.why import against_greedy, simple_rules, why
 from remat.graph_capture.errors import BudgetError, GlobError
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.graph_capture.graph import CUSTOM, Op, Resident, TrainingGraph, Value
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
@@ -147,6 +147,18 @@ def test_a_plan_by_hand_names_the_solver_that_was_asked() -> None:
         assert f", by {by} The peak is reached" in said
         assert "the lowest peak that auto knows" in said
         assert dict(step_facts(graph, plan).details)["found by"] == by
+
+
+def test_a_custom_op_that_recompute_names_is_forced_by_that_alone() -> None:
+    graph = chain()
+    own = msgspec.structs.replace(graph.ops[0], no_recompute=f"{CUSTOM} may draw", module="own")
+    graph = msgspec.structs.replace(graph, ops=(own, *graph.ops[1:]))
+    result = solve_within(graph, 1160, "exhaustive", recompute="own")
+    assert result.schedule is not None
+    a, b = why(graph, result, ["a", "b"], each_s=AMPLE_S)
+    assert a.forced == "pinned by recompute='own'"
+    assert b.turned is not None
+    assert not any(CUSTOM in one.reason for one in forced_ops(graph, result.schedule))
 
 
 @functools.cache
