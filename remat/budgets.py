@@ -46,6 +46,7 @@ from remat.schedules.simulate import gap_of, simulate
 from remat.solved import Solved
 from remat.solver.budgets.sweep import least_peak
 from remat.solver.problem import Problem
+from remat.solver.reductions.updates import late_sequence
 from remat.solver.result import (
     at_least_budget,
     below_update,
@@ -334,7 +335,9 @@ def saved_elsewhere(graph: TrainingGraph) -> tuple[int, int]:
 
 def _as_eager_runs(eager: TrainingGraph) -> Result:
     unbounded: Any = {"budget_bytes": UNBOUNDED_BYTES}
-    runs = ops_as_eager_runs(eager)
-    schedule = schedule_of(Problem.of(eager), runs, solver="store_all", **unbounded)
+    problem = Problem.of(eager)
+    # A checkpoint may read, when it runs again, what is trained outside of it.
+    runs = late_sequence(problem, ops_as_eager_runs(eager))
+    schedule = schedule_of(problem, runs, solver="store_all", **unbounded)
     freed = as_eager_frees(eager, schedule)
     return evaluate_schedule(eager, freed, lower_bound_us=eager.time_us, **unbounded)

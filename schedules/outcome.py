@@ -113,7 +113,7 @@ class Result(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, budget_bytes=own_bytes, reserved_bytes=0)
 
     def _repr_html_(self) -> str:
-        figures = [("status", f"{self.status}, by {self.solver} in {self.wall_s:.1f} s")]
+        figures = [("status", f"{self.status}, by {self.solver or 'hand'} in {self.wall_s:.1f} s")]
         figures.append(("budget", bytes_text(self.budget_bytes)))
         if self.schedule is not None:
             figures += [
@@ -134,7 +134,7 @@ class Result(msgspec.Struct, frozen=True):
             return f"{name}({self.status}, {self.solver}, budget {self.budget_bytes} bytes)"
         gap = "no bound" if self.gap is None else f"gap {100 * self.gap:.2f} %"
         return (
-            f"{name}({self.status}, {self.solver}: peak {self.peak_bytes} of "
+            f"{name}({self.status}, {self.solver or 'by hand'}: peak {self.peak_bytes} of "
             f"{self.budget_bytes} bytes, overhead {100 * self.overhead:.2f} %, "
             f"{gap}, {self.wall_s:.1f} s" + (f", {self.attention})" if self.attention else ")")
         )

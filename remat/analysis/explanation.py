@@ -61,7 +61,7 @@ from remat.schedules.value_report.peak_holders import (
 )
 from remat.schedules.value_report.rows import FoldedRow
 from remat.solved import infeasible_text
-from remat.solver import solve_within
+from remat.solver import TABLE, solve_within
 from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import PINS, price_of_gib
 from remat.solver.search import Clock, is_interrupted, one_job
@@ -78,7 +78,8 @@ def _place_of_peak(held: PeakHolders) -> str:
 
 def _least_text(least: LeastBudget, solver: str) -> str:
     held = least.at_peak
-    text = f"{bytes_text(least.least_bytes)} is the lowest peak that {solver} knows"
+    asked = solver if solver in TABLE else "auto"  # as `solve_arguments` has it
+    text = f"{bytes_text(least.least_bytes)} is the lowest peak that {asked} knows"
     text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
     biggest = ", ".join(
         f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
@@ -297,7 +298,7 @@ def _plan_line(found: Explanation) -> Text:
         (found.model, "bold"),
         f": peak {bytes_text(found.peak_bytes)} of {bytes_text(found.budget_bytes)} "
         f"(unmodified {bytes_text(found.unmodified_bytes)}), "
-        f"{percent_text(found.overhead)} overhead, {bound}, by {found.solver}",
+        f"{percent_text(found.overhead)} overhead, {bound}, by {found.solver or 'hand'}",
     )
 
 

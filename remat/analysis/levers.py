@@ -8,7 +8,7 @@ import msgspec
 
 from remat.analysis.plan_figures import chunks_of
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph
+from remat.graph_capture.graph import ACCUMULATE, KEPT, UPDATE, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule, unchunked
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Schedule
@@ -76,14 +76,17 @@ def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
         return _in_order(msgspec.structs.replace(planned, ops=ops), schedule, _runs(schedule))
     taken = [op for op in planned.ops if op.name in updates]
     gradients = [name for op in taken for name in _gradients(planned, op)]
-    *others, last = (op for op in planned.ops if op.name not in updates)
-    # The optimizer takes as long behind backward.
-    last = msgspec.structs.replace(last, cost_us=last.cost_us + sum(op.cost_us for op in taken))
-    left = (*others, last)
+    # The optimizer takes as long behind backward, and runs once: it has an op of its own.
+    step = msgspec.structs.replace(
+        taken[-1], target="remat.optimizer", inputs=tuple(dict.fromkeys(gradients)),
+        workspace_bytes=0, cost_us=sum(op.cost_us for op in taken),
+    )  # fmt: skip
+    ops = (*(op for op in planned.ops if op.name not in updates), step)
     # The optimizer takes gradients at the end of the step, so they stay till then: none is freed.
     outputs = tuple(dict.fromkeys((*planned.outputs, *gradients)))
-    off = msgspec.structs.replace(planned, ops=left, outputs=outputs)
-    return _in_order(off, schedule, [name for name in _runs(schedule) if name not in updates])
+    off = msgspec.structs.replace(planned, ops=ops, outputs=outputs)
+    order = (*(name for name in _runs(schedule) if name not in updates), step.name)
+    return _in_order(off, schedule, order)
 
 
 def _without_update(graph: TrainingGraph, op: Op) -> Op:
@@ -91,7 +94,10 @@ def _without_update(graph: TrainingGraph, op: Op) -> Op:
     if op.target != UPDATE:
         return op
     read = tuple(_gradients(graph, op))
-    return msgspec.structs.replace(op, target=ACCUMULATE, inputs=read, workspace_bytes=0)
+    # A plan may have them in another order than the captured one, as each stands for itself.
+    return msgspec.structs.replace(
+        op, target=ACCUMULATE, inputs=read, workspace_bytes=0, no_recompute=f"{KEPT} its gradient"
+    )
 
 
 def _gradients(graph: TrainingGraph, op: Op) -> list[str]:
@@ -110,6 +116,7 @@ def _in_order(graph: TrainingGraph, schedule: Schedule, names: Iterable[str]) ->
 
 RECOMPUTATION, UPDATES = "recomputation", "updates during backward"
 OFFLOAD = "copies to the host and back"
+_ROUNDING = 1e-9  # largest part of a step by which times differ that are sums of the same costs
 _SolveWithout = Callable[[TrainingGraph], Result]
 
 
@@ -186,7 +193,8 @@ def _beside(
     solve_without: _SolveWithout | None,
 ) -> LeverEffect:  # fmt: skip
     here, there = simulate(planned, schedule), simulate(*off)
-    extra = (here.time_us - there.time_us) / planned.base_us if planned.base_us else 0.0
+    more = (here.time_us - there.time_us) / planned.base_us if planned.base_us else 0.0
+    extra = more if abs(more) > _ROUNDING else 0.0  # the order of a sum alone, not even its sign
     lever = LeverEffect(name, here.peak_bytes, there.peak_bytes, extra)
     if solve_without is None:
         return lever

@@ -46,6 +46,7 @@ from remat.solved import infeasible_text
 from remat.solver.policies.template import module_blocks, nth_blocks, template_sequence
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import is_product
+from remat.solver.reductions.updates import late_sequence
 from remat.solver.state import schedule_of
 
 if TYPE_CHECKING:
@@ -352,7 +353,8 @@ def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
         if len(layers) == fewest:
             continue
         fewest = len(layers)
-        sequence = template_sequence(problem, nth_blocks(problem, blocks, n))
+        runs = template_sequence(problem, nth_blocks(problem, blocks, n))
+        sequence = late_sequence(problem, runs)  # a layer may read what another one trains
         found = simulate(eager, schedule_of(problem, sequence))
         containers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in layers))
         slower = found.time_us / plan_us - 1

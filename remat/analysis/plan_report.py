@@ -217,7 +217,7 @@ def _known_by(
     yield "lower bound", f"{bound_text(graph, told)}{whose}"
     if told.message:
         yield "note", told.message
-    yield "found by", told.solver
+    yield "found by", told.solver or "hand"
     if told.schedule and (kinds := kinds_text(kinds_of(graph, told.schedule))):
         yield "recomputed", kinds
     yield "costs", costs_text(graph) or graph.cost_origin

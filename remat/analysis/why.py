@@ -35,8 +35,9 @@ from remat.schedules.value_report.rows import (
 )
 from remat.solver import TABLE, option_names, solve_within
 from remat.solver.budgets.sweep import PINS, least_peak
-from remat.solver.reductions.pins import PinnedOps
-from remat.solver.reductions.reduction import Question, solve_alone
+from remat.solver.reductions.pins import PinnedOps, freed_graph
+from remat.solver.reductions.reduction import Question, fold
+from remat.solver.reductions.updates import UpdatePlacement
 
 _MOST = 3  # Most ops that are asked about, those of the largest values first. Each takes a solve.
 
@@ -66,8 +67,9 @@ def why(
     schedule, asked = required_schedule(result), tuple(globs)
     if not asked:
         return ()
-    graph = graph_of_schedule(graph, schedule)
-    pins = Pins.of(graph, **_pins_of(schedule))
+    asked_pins = _pins_of(schedule)
+    graph = freed_graph(graph_of_schedule(graph, schedule), asked_pins["recompute"])
+    pins = Pins.of(graph, **asked_pins)
     rows = [row for row in value_rows(graph, schedule) if row.phase == "forward"]
     largest: dict[str, ValueRow] = {}
     # What backward does not read is freed by any plan, which explains nothing: that comes last.
@@ -110,7 +112,8 @@ def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: fl
     # Globs of pins are in `pins` already, by op.
     asked = {name: given for name, given in solve_arguments(schedule).items() if name not in PINS}
     question = Question(graph, result.budget_bytes, asked.pop("solver"), each_s, options=asked)
-    found = PinnedOps(turned).solve(question, solve_alone)
+    # No solver alone knows that nothing reads a parameter after its update.
+    found = fold(question, (UpdatePlacement(), PinnedOps(turned)))
     pin = "keep" if is_recomputed else "recompute"
     if found.schedule is None:
         return Turned(pin, False, 0.0, 0.0, (), ())

@@ -12,6 +12,7 @@ from remat.schedules.derived import graph_of_schedule
 from remat.schedules.kept_in_forward import live_after_forward
 from remat.schedules.schedule import Compute, Schedule, Step, fetched_value, freed_value
 from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.value_report.globs import may_run_twice, recompute_globs
 from remat.schedules.value_report.rows import FoldedRow, fold_rows, value_rows
 
 
@@ -74,9 +75,10 @@ def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple
     """What was forced, by reason; the reason that holds most comes first."""
     graph = graph_of_schedule(graph, schedule)
     live, runs = live_after_forward(graph, schedule), schedule.computations()
+    asked = recompute_globs(schedule)
     by_reason: dict[str, list[Op]] = {}
     for op in graph.ops[: graph.n_forward]:
-        for reason in _reasons(graph, op, runs):
+        for reason in _reasons(graph, op, runs, is_freed=may_run_twice(op, asked)):
             by_reason.setdefault(reason, []).append(op)
     for name in ("keep", "recompute"):  # the user's pins may concern ops that nothing else forces
         if name in schedule.options and not any(name in reason for reason in by_reason):
@@ -85,10 +87,10 @@ def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple
     return tuple(sorted(found, key=lambda one: (-one.kept_bytes, -one.ops)))
 
 
-def _reasons(graph: TrainingGraph, op: Op, runs: Counter[str]) -> list[str]:
+def _reasons(graph: TrainingGraph, op: Op, runs: Counter[str], *, is_freed: bool) -> list[str]:
     # Reasons that differ in the module alone count as one.
     why = op.no_recompute.replace(f"{op.module}.", "") if op.module else op.no_recompute
-    reasons = [why] if why else []
+    reasons = [why] if why and not is_freed else []
     if set(graph.outputs).intersection(op.outputs):
         reasons.append(RETURNED_TO_CALLER)
     # An op that draws may run again, but its stream's state is kept.

@@ -9,7 +9,7 @@ the lowest budgets alone, as chunks of MLPs make much again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple, cast
@@ -20,6 +20,7 @@ from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
 from remat.schedules.derived import in_chunks, unchunked, with_choices
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import ChunkedRegion, Schedule
+from remat.schedules.value_report.globs import names_module, why_not_again
 from remat.solver.reductions.reduction import Question, Reduction, Rest, within_its_limit
 from remat.solver.result import evaluate_schedule
 from remat.solver.search import Clock
@@ -213,7 +214,7 @@ class ChunkedRegions(Reduction[None]):
         return bool(question.graph.regions)
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        rest = within_its_limit(rest)
+        rest, question = within_its_limit(rest), _whole_where_pinned(question)
 
         def solve_one(graph: TrainingGraph, limit_s: float, known_us: float) -> Result:
             left_s = max(limit_s, 0.0)
@@ -228,6 +229,32 @@ class ChunkedRegions(Reduction[None]):
             question.graph, question.budget_bytes, solve_one, question.time_limit_s,
             gap_for(len(question.graph.ops), cast("float", given)), question.at_hand,
         )  # fmt: skip
+
+
+def _whole_where_pinned(question: Question) -> Question:
+    """Without regions in whose chunks a pin would name nothing that it could pin."""
+    graph, regions = question.graph, question.graph.regions
+    in_regions = {name for region in regions for name in region.ops}
+    outside = [op for op in _forward(graph.ops) if op.name not in in_regions]
+    again = [op for op in outside if not why_not_again(op, set(graph.outputs))]
+
+    def is_free(region: Region) -> bool:
+        names = set(region.ops)
+        own = _forward(op for op in graph.ops if op.name in names)
+        chunks = _forward(op for choice in region.choices for _, op in choice.ops)
+        wanted = [(glob, [*outside, *chunks]) for glob in question.keep]
+        wanted += [(glob, again) for glob in question.recompute]
+        return all(_names(glob, left) or not _names(glob, own) for glob, left in wanted)
+
+    return replace(question, graph=_with_regions(graph, list(filter(is_free, regions))))
+
+
+def _forward(ops: Iterable[Op]) -> list[Op]:
+    return [op for op in ops if op.phase == "forward"]
+
+
+def _names(glob: str, ops: Iterable[Op]) -> bool:
+    return any(names_module(glob, op.module) for op in ops)
 
 
 def solve_in_chunks(

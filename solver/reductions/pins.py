@@ -155,7 +155,7 @@ def _without(sequence: Sequence[int], left_out: Set[int]) -> list[int]:
     return [op for position, op in enumerate(sequence) if position not in left_out]
 
 
-def _freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGraph:
+def freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGraph:
     """`graph` in which the custom ops that `recompute` names may run twice."""
     named = {op.name for op in graph.ops if may_run_twice(op, recompute)}
     ops = [structs.replace(op, no_recompute="") if op.name in named else op for op in graph.ops]
@@ -202,7 +202,7 @@ class PinnedOps(Reduction[_Stamp]):
         return inverse.on(schedule)  # kept ops run once on the real graph too
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        question = replace(question, graph=_freed_graph(question.graph, question.recompute))
+        question = replace(question, graph=freed_graph(question.graph, question.recompute))
         pins = self._pins(question)
         if not pins.again:  # with `keep` alone there are no clones, and one solve does
             return super().solve(question, rest)

@@ -10,9 +10,10 @@ import pytest
 
 import remat
 from remat.analysis.explanation import Explanation, explain, sentences, why_text
+from remat.analysis.plan_report import step_facts
 from remat.analysis.why import against_greedy, simple_rules, why
 from remat.graph_capture.errors import BudgetError, GlobError
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.graph_capture.graph import CUSTOM, Op, Resident, TrainingGraph, Value
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
@@ -103,6 +104,61 @@ def test_by_hand_why_a_is_recomputed_and_b_is_kept() -> None:
     said = said_of(found, "why")[0]
     assert "recompute x1, 5.0 us a step; if it stayed and nothing else changed, the peak" in said
     assert "Solved again with it kept: found no plan that fits" in said
+
+
+def updating_late() -> tuple[TrainingGraph, Result]:
+    """b has to run again for ga, so its parameter is updated behind that."""
+    reads = {"a": ("x", "p"), "b": ("a", "q"), "c": ("b",), "gb": ("b",), "update_gb": ("gb", "q"),
+             "w": ("gb",), "s": ("w",), "ga": ("a", "b", "c", "s"),
+             "update_ga": ("ga", "p")}  # fmt: skip
+    sizes = {"a": 100, "b": 100, "c": 10, "gb": 50, "w": 250, "s": 10, "ga": 60}
+    ops = tuple(
+        Op(name, "remat.update" if "update" in name else f"aten.{name}",
+           "forward" if name in "abc" else "backward", given, (name,) if name in sizes else (), 1.0,
+           no_recompute="it updates" if "update" in name else "")
+        for name, given in reads.items()
+    )  # fmt: skip
+    resident = (Value("x", 0), *(Value(name, 10, kind="parameter") for name in "pq"))
+    values = (*resident, *(Value(name, size, name) for name, size in sizes.items()))
+    graph = TrainingGraph("Late", ops, values, resident=Resident(parameters_bytes=20))
+    steps = [Compute("a"), Compute("b"), Free("a"), Compute("c"), Compute("gb"), Free("b"),
+             Compute("w"), Compute("s"), Free("w"), Compute("a"), Compute("b"), Compute("ga"),
+             *map(Free, "abcs"), Compute("update_gb"), Compute("update_ga")]  # fmt: skip
+    schedule = Schedule.for_graph(graph, steps, solver="dtr")
+    return graph, evaluate_schedule(graph, schedule, budget_bytes=350, lower_bound_us=0.0)
+
+
+def test_solved_again_with_another_pin_no_parameter_is_read_after_its_update() -> None:
+    graph, result = updating_late()
+    (one,) = why(graph, result, ["c"], each_s=AMPLE_S)
+    assert one.turned is not None
+    assert one.turned.pin == "recompute"
+    assert one.turned.fits
+
+
+def test_a_plan_by_hand_names_the_solver_that_was_asked() -> None:
+    graph = chain()
+    result = solve_within(graph, 1160, "exhaustive")
+    assert result.schedule is not None
+    for name, by in (("", "hand"), ("mine", "mine")):
+        schedule = msgspec.structs.replace(result.schedule, solver=name, options={})
+        plan = remat.Plan.of(graph, schedule)
+        said = " ".join(str(plan.explain(each_s=AMPLE_S)).split())
+        assert f", by {by} The peak is reached" in said
+        assert "the lowest peak that auto knows" in said
+        assert dict(step_facts(graph, plan).details)["found by"] == by
+
+
+def test_a_custom_op_that_recompute_names_is_forced_by_that_alone() -> None:
+    graph = chain()
+    own = msgspec.structs.replace(graph.ops[0], no_recompute=f"{CUSTOM} may draw", module="own")
+    graph = msgspec.structs.replace(graph, ops=(own, *graph.ops[1:]))
+    result = solve_within(graph, 1160, "exhaustive", recompute="own")
+    assert result.schedule is not None
+    a, b = why(graph, result, ["a", "b"], each_s=AMPLE_S)
+    assert a.forced == "pinned by recompute='own'"
+    assert b.turned is not None
+    assert not any(CUSTOM in one.reason for one in forced_ops(graph, result.schedule))
 
 
 @functools.cache

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from remat.analysis.plan_figures import _ordinal, every_n_layers
+from remat.analysis.plan_figures import _ordinal, candidates, every_n_layers
+from remat.budgets import unmodified
 from remat.graph_capture.eager_step import with_eager_sizes
-from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
 from remat.solver.policies.template import module_blocks, nth_blocks, template_sequence
@@ -64,6 +65,34 @@ def test_nothing_is_told_of_a_plan_that_is_faster_keeps_all_or_is_none(gpt: Trai
     assert every_n_layers(gpt, faster) is None
     assert every_n_layers(gpt, solve_within(gpt, 1 << 40, "cut")) is None
     assert every_n_layers(gpt, solve_within(gpt, 1, "cut")) is None
+
+
+def sharing_layers(checkpoint: int = 0) -> TrainingGraph:
+    """The layer 0 reads what the layer 1 trains, as where it is detached, and runs again later."""
+    ops = (
+        Op("a", "aten.a", "forward", ("x", "p"), ("a",), 1.0, module="layers.0",
+           checkpoint=checkpoint),
+        Op("b", "aten.b", "forward", ("a",), ("b",), 1.0, module="layers.0", checkpoint=checkpoint),
+        Op("c", "aten.c", "forward", ("b", "p"), ("c",), 1.0, module="layers.1"),
+        Op("d", "aten.d", "forward", ("c",), ("d",), 1.0, module="layers.1"),
+        Op("gc", "aten.gc", "backward", ("c", "d"), ("gc",), 1.0),
+        Op("update", "remat.update", "backward", ("gc", "p"), (), 1.0, no_recompute="it updates"),
+        Op("ga", "aten.ga", "backward", ("a",), ("ga",), 1.0),
+    )  # fmt: skip
+    made = [Value(name, 100, op.name) for op in ops for name in op.outputs]
+    return TrainingGraph("Shared", ops, (Value("x", 0), Value("p", 0, kind="parameter"), *made))
+
+
+def test_a_layer_runs_again_before_what_it_reads_is_updated() -> None:
+    graph = sharing_layers()
+    first, *_ = candidates(graph, graph.time_us)
+    assert first.n == 1
+    assert first.time_us > graph.time_us
+
+
+def test_so_does_a_checkpoint_of_the_unmodified_step() -> None:
+    graph = sharing_layers(checkpoint=1)
+    assert unmodified(graph).time_us > graph.time_us
 
 
 def test_ordinals() -> None:

@@ -77,6 +77,45 @@ def test_summed_gradients_are_released_without_updates() -> None:
     assert simulate(off, schedule).peak_bytes == 20 + 20 + 160
 
 
+def test_without_updates_the_optimizer_runs_once_whatever_runs_again_last() -> None:
+    graph = chain()
+    ops = [msgspec.structs.replace(op, cost_us=3.0 if "update" in op.name else 1.0)
+           for op in graph.ops]  # fmt: skip
+    ops.insert(5, Op("gx", "aten.gx", "backward", ("ga",), ("gx",), 1.0))
+    values = (*graph.values, Value("gx", 10, "gx"))
+    graph = msgspec.structs.replace(graph, ops=tuple(ops), values=values)
+    steps = list(again().steps)
+    at = steps.index(Compute("ga")) + 1
+    steps[at:at] = [Compute("gx"), Free("gx"), Compute("gx"), Free("gx")]
+    schedule = Schedule.for_graph(graph, steps)
+    assert levers_of(graph, schedule)[-1].extra == 0.0
+    assert simulate(*without_updates(graph, schedule)).time_us == 13.0
+
+
+def test_an_order_of_a_sum_is_no_time() -> None:
+    graph = chain()
+    ops = tuple(msgspec.structs.replace(op, cost_us=0.1) for op in graph.ops)
+    graph = msgspec.structs.replace(graph, ops=ops)
+    once = schedule_of(Problem.of(graph), range(len(ops)))
+    here, there = simulate(graph, once), simulate(*without_updates(graph, once))
+    assert 0 < there.time_us - here.time_us < 1e-9
+    (updated,) = levers_of(graph, once)
+    assert " for 0.0 % of a step" in str(updated)
+
+
+def test_summed_gradients_are_released_in_the_order_of_the_plan() -> None:
+    graph = chain()
+    summed = TrainingGraph(
+        graph.name, graph.ops, graph.values, resident=Resident(20, gradients_bytes=20)
+    )
+    late = [step for step in again().steps if step not in (Compute("update_gb"), Free("gb"))]
+    steps = (*late, Compute("update_gb"), Free("gb"))
+    schedule = Schedule.for_graph(summed, steps)
+    off, without = without_updates(summed, schedule)
+    assert [step.op for step in without.steps if isinstance(step, Compute)][-1] == "update_gb"
+    assert levers_of(summed, schedule)[-1].off_bytes == simulate(off, without).peak_bytes
+
+
 def test_a_solver_is_asked_without_updates_but_not_without_recomputation() -> None:
     asked: list[TrainingGraph] = []
 

@@ -66,6 +66,22 @@ def test_too_little_names_the_least_of_all_choices() -> None:
     assert found.schedule.chunks == (ChunkedRegion("head", 8),)
 
 
+def test_a_region_stays_whole_whose_chunks_lack_what_a_pin_names() -> None:
+    """Its chunks have no op of the module, and those of another end in a value of the caller."""
+    named = msgspec.structs.replace
+    graph = region_graph(cost_of_chunks_us=-4.0)
+    ops = tuple(named(op, module="up" if op.name == "head" else "down") for op in graph.ops)
+    graph = named(graph, ops=ops)
+    for pins in ({"keep": "up"}, {"recompute": "up"}):
+        result = solve_within(graph, 1000 * MIB, **pins)
+        assert result.schedule is not None
+        assert not result.schedule.chunks
+        assert pins.items() <= result.schedule.options.items()
+    kept = solve_within(graph, 1000 * MIB, keep="down").schedule  # the layer is outside
+    assert kept is not None
+    assert kept.chunks
+
+
 def test_a_schedule_knows_the_graph_that_it_is_of() -> None:
     graph = region_graph()
     schedule = solve_within(graph, 40 * MIB).schedule
