@@ -74,9 +74,10 @@ def movable(problem: Problem) -> list[bool]:
         for op, outputs in enumerate(problem.outputs)
         if outputs and problem.inputs[op] and not any(sizes[v] for v in outputs)
     }
-    # Random states are on the host.
+    # Random states are on the host. Autograd's engine holds the tangents, whatever copies there are.
     return [
-        kind != "rng_state" and sizes[v] > 0 and v not in added_to for v, kind in enumerate(kinds)
+        kind not in ("rng_state", "tangent") and sizes[v] > 0 and v not in added_to
+        for v, kind in enumerate(kinds)
     ]
 
 
