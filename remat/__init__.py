@@ -6,6 +6,7 @@ Importing this package imports nothing else of it; each name imports what it nee
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 from remat.checkout import BESIDE, find_beside
@@ -72,6 +73,15 @@ _HOMES = {  # where a name is defined, but for errors and wings
     "solve": "remat.one_call",
     "sweep": "remat.analysis.compare",
 }
+
+
+def _import_rich() -> None:
+    state = random.getstate()
+    importlib.import_module("rich.style")  # it draws a number of Python's, which is the user's
+    random.setstate(state)
+
+
+_import_rich()
 
 
 def __getattr__(name: str) -> Any:

@@ -263,6 +263,26 @@ class PythonState:
         moved = [Change(one.text, "", "", one) for one in self.streams if one.has_moved()]
         return [*self._changed_places(), *self._appeared(), *moved]
 
+    def since(self) -> dict[Any, Change]:
+        """What holds something else now than when this was made, by place; but a library's caches,
+        which nobody sees."""
+        moved = [one for one in self.streams if one.has_moved()]
+        if not moved and self.first_change() is None:
+            return {}
+        found = [*self._changed_places(), *self._appeared()]
+        seen = [c for c in found if holds_tensors(c.now) or not self._is_of_library(c.place)]
+        at = [Change(one.text, "", one.now(), one) for one in moved]
+        return {_key_of(change.place): change for change in (*seen, *at)}
+
+    def _is_of_library(self, place: StateSlot | OpaqueState) -> bool:
+        return self._found.is_of_library(_holder(place))
+
+    def compares_any(self, changes: Iterable[Change]) -> bool:
+        """Whether one of these, of another walk, is at a place that this compares."""
+        places = {_key_of(one) for one in (*self.places, *self.streams)}
+        places |= {(id(space), name) for _, space, names in self.watched for name in names}
+        return any(_key_of(change.place) in places for change in changes)
+
     def _changed_places(self) -> Generator[Change]:
         for place in self.places:
             now = place.now()
@@ -383,12 +403,12 @@ class PythonState:
             yield space, f"len({names(space)}) == {len(space)}"
 
 
-def _key_of(place: StateSlot | OpaqueState) -> tuple[int, Any]:
+def _key_of(place: StateSlot | OpaqueState | Stream) -> tuple[int, Any]:
     """The same for two places that are one."""
     return id(_holder(place)), place.key if isinstance(place, (DictItem, SlotAttr)) else None
 
 
-def _holder(place: StateSlot | OpaqueState) -> Any:
+def _holder(place: StateSlot | OpaqueState | Stream) -> Any:
     """The object that is a place as a whole, or has it."""
     if isinstance(place, DictItem):
         # A class makes another view of its namespace at each look.

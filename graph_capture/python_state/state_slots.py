@@ -334,7 +334,10 @@ class Stream:
     state: Any
 
     def has_moved(self) -> bool:
-        return pickle.dumps(_state_of(self.owner)) != self.state[0]  # arrays compare by element
+        return self.now() != self.state[0]
+
+    def now(self) -> bytes:
+        return pickle.dumps(_state_of(self.owner))  # arrays compare by element
 
     def put_back(self) -> None:
         if self.has_moved():

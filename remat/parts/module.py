@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from remat.graph_capture.errors import StateChangedError
+from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
@@ -25,7 +25,7 @@ from remat.graph_capture.tracing.left_out import used_alone
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.guards.live_state import LiveState, RecomputeInputs
-from remat.rewriter.user_module.module import SharedState
+from remat.rewriter.user_module.module import SharedState, in_modes
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.schedules.outcome import Check
 from remat.schedules.plan import Prediction
@@ -40,7 +40,7 @@ class _RunsAgain:
     """Calls of one module, whose forward runs again in backward."""
 
     def __init__(self, module: nn.Module, written: Sequence[str], us: float) -> None:
-        self.kind, self._live = type(module).__name__, LiveState(module)
+        self.kind, self.module, self._live = type(module).__name__, module, LiveState(module)
         self.others: Mapping[nn.Module, _RunsAgain] = {}  # a run in backward has them run again too
         parts = [name.rpartition(".") for name in written]
         self.written = [(module.get_submodule(owner)._buffers, name) for owner, _, name in parts]
@@ -59,6 +59,21 @@ class _RunsAgain:
         # As arguments of its own, as a checkpoint looks for devices in those alone.
         contexts = _Call(self, leaves).contexts
         return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+
+    def versions(self) -> list[int]:
+        """Of what it did not write to when it was planned."""
+        state = self._live.read() or []
+        read = [state[i] for i in self.inputs.places] if state else []
+        return [0 if one.is_inference() else one._version for one in read]
+
+    def require_unwritten(self, versions: list[int]) -> None:
+        now = self.versions()
+        for place, before, after in zip(self.inputs.places, versions, now, strict=False):
+            if before != after:  # a second run would write to it again
+                raise RewriteError(
+                    f"write to {self._live.names[place]} outside of {self.kind}, or plan again at "
+                    "a step that writes to it: it did not when it was planned, and runs again"
+                )
 
     def noted(self, leaves: Sequence[Any]) -> Any:
         """What the second run is to find as it is now."""
@@ -84,8 +99,11 @@ class _Call:
     def _first(self) -> Generator[None]:
         held = (table[name] for table, name in self._of.written)
         self._before = [buffer.clone() for buffer in held if buffer is not None]
+        versions = self._of.versions()
         yield
+        self._of.require_unwritten(versions)
         self._noted, self._leaves = self._of.noted(self._leaves), ()
+        self._modes = modes_of(self._of.module)
 
     def __enter__(self) -> None:
         self._of.inputs.require(self._noted, self._of.kind)
@@ -94,6 +112,7 @@ class _Call:
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = before.clone()  # which this run may write to
             stack.enter_context(_running_again(self._of.others))
+            stack.enter_context(in_modes(self._of.module, self._modes))
             self._open.append(stack.pop_all())
 
     def __exit__(self, *_: object) -> None:
@@ -121,6 +140,8 @@ class PartsModule(SharedState, nn.Module):
     _remat_costed: ClassVar[TrainingGraph | None]
     _remat_signature: ClassVar[Signature]
     _remat_trained: ClassVar[tuple[bool, ...]]
+    _remat_modules: ClassVar[list[nn.Module]]
+    _remat_modes: ClassVar[dict[str, bool]]
     _remat_known: ClassVar[Mapping[str, Any]]
     _remat_check: ClassVar[Check | None] = None
 
@@ -129,6 +150,11 @@ class PartsModule(SharedState, nn.Module):
         cls._remat_unplanned.plan_runs()
         leaves, spec = pytree.tree_flatten(batch)
         cls._remat_signature.require(leaves, spec, type(model).__name__)
+        if [*model.modules()] != cls._remat_modules or modes_of(model) != cls._remat_modes:
+            raise StateChangedError(
+                f"plan it again: modules of {type(model).__name__} came, went, or are in another "
+                "mode than when it was planned"
+            )
         if _trained(model) != cls._remat_trained:
             raise StateChangedError(
                 f"plan it again: other parameters of {type(model).__name__} are trained than when "
@@ -148,8 +174,12 @@ def _trained(model: nn.Module) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in model.parameters())
 
 
+def modes_of(model: nn.Module) -> dict[str, bool]:
+    return {path: module.training for path, module in model.named_modules()}
+
+
 def make_in_parts(model: nn.Module, **known: Any) -> PartsModule:
-    """`known` : loss_fn, signature, again (as `_Again`), share, outputs, schedule, and its
+    """`known` : loss_fn, signature, again (as `_Again`), modes, share, outputs, schedule, and its
     prediction and coarse graph, costed."""
     again: _Again = known["again"]
     runs = {model.get_submodule(path): facts for path, facts in again.items()}
@@ -160,6 +190,7 @@ def make_in_parts(model: nn.Module, **known: Any) -> PartsModule:
         PartsModule, model, known["loss_fn"],
         modules_again=tuple(again), planned_share=known["share"], schedule=known["schedule"],
         _remat_again=made, _remat_trained=_trained(model), _remat_known=known,
+        _remat_modules=[*model.modules()],
         **{f"_remat_{k}": v for k, v in known.items() if k not in ("again", "loss_fn")},
     )  # fmt: skip
     return kind()

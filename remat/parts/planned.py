@@ -14,6 +14,7 @@ from remat.graph_capture.devices.known_devices import allocator_rounding
 from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.distributed.dtensors import has_dtensors
 from remat.graph_capture.errors import BudgetError, CaptureError, option
+from remat.graph_capture.python_state.state_guards import python_state_kept
 from remat.graph_capture.refusals import is_all_frozen
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.left_out import as_outputs
@@ -22,7 +23,7 @@ from remat.graph_capture.tracing.restore import restored_after
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import with_loss, without_own_hooks
 from remat.parts.choice import Choices, parts_of
-from remat.parts.module import PartsModule, make_in_parts
+from remat.parts.module import PartsModule, make_in_parts, modes_of
 from remat.parts.watched import watched_steps
 from remat.progress import Stopwatch, stopwatch_of_call
 from remat.rewriter.checking.check import eager_run
@@ -40,6 +41,11 @@ def planned_in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     cannot be planned, or none can and the step does not fit as it is."""
     if not _may_be(spec, refused):
         raise refused
+    with python_state_kept(spec.model, spec.loss_fn):  # steps that are watched write to it
+        return _planned(spec, refused)
+
+
+def _planned(spec: StepSpec, refused: CaptureError) -> PartsModule:
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
     with stages.stage("capture", f"watching a step of {name}, which is no one graph"):
         try:
@@ -138,7 +144,8 @@ def _module(spec: StepSpec, choices: Choices, found: Result, paths: set[str]) ->
     return make_in_parts(
         spec.model, loss_fn=spec.loss_fn, signature=Signature(_tree(spec)),
         again={part.path: (part.call.written, part.call.us) for part in parts},
-        share=choices.share, outputs=as_outputs(spec.outputs), schedule=found.schedule,
+        modes=modes_of(spec.model), share=choices.share, outputs=as_outputs(spec.outputs),
+        schedule=found.schedule,
         **facts_of(Solved(choices.graph, found)),
     )  # fmt: skip
 

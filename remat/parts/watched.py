@@ -26,6 +26,8 @@ from remat.graph_capture.devices.meter import LoadAwareTimer, Meter
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
 from remat.graph_capture.python_state.module_hooks import FORWARD_HOOKS
+from remat.graph_capture.python_state.state_guards import Change, PythonState
+from remat.graph_capture.python_state.state_slots import MISSING, DictItem, is_same
 from remat.graph_capture.torch_private.core import OpWatcher, pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
 from remat.graph_capture.tracing.outputs import leaves_in
@@ -116,7 +118,11 @@ def watched_steps(
             step(before_backward)
         return calls
 
-    calls: dict[CallKey, ModuleCall] = prepared(lambda: run(_trying))
+    looks = _PythonLooks(model)
+    tried = functools.partial(run, functools.partial(_trying, looks), looks.backward_begins)
+    calls: dict[CallKey, ModuleCall] = prepared(tried)
+    looks.compare()
+    del looks, tried  # they hold tensors
     for _ in range(_TIMED):
         timed: dict[CallKey, ModuleCall] = prepared(lambda: run(functools.partial(_timed, meter)))
         for key, call in calls.items():
@@ -190,12 +196,54 @@ class _Moments:
 # Whether a module may run twice.
 
 
+class _PythonLooks:
+    """Python's state that the model may read, as calls begin and end and as backward begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._state = PythonState(model)
+        forwards = ((path, vars(m)) for path, m in model.named_modules())
+        # A watched module has another there.
+        self._state.leave_out(DictItem(path, its, "forward", MISSING) for path, its in forwards)
+        self._last = dict[Any, Change]()
+        self._begun = list[tuple[ModuleCall, nn.Module, dict[Any, Change]]]()
+
+    def begins(self, call: ModuleCall, module: nn.Module) -> None:
+        self._begun.append((call, module, self._state.since()))
+
+    def set_since(self, call: ModuleCall) -> list[Change]:
+        begun = next(seen for one, _, seen in reversed(self._begun) if one is call)
+        return _unlike(begun, self._state.since())
+
+    def backward_begins(self) -> None:
+        self._last = self._state.since()
+
+    def compare(self) -> None:
+        """A run in backward would read what was set after the first one. No module is watched now,
+        as its code then reads more."""
+        for call, module, seen in self._begun:
+            others = _unlike(seen, self._last)
+            if others and not call.why_not and PythonState(module).compares_any(others):
+                call.why_not = f"{others[0].text} is set after it, which it may read"
+
+
+def _unlike(before: dict[Any, Change], after: dict[Any, Change]) -> list[Change]:
+    both = ((before.get(key), after.get(key)) for key in {**before, **after})
+    return [
+        one or other  # pyright: ignore[reportReturnType]
+        for one, other in both
+        if one is None or other is None or not is_same(one.now, other.now)
+    ]
+
+
 @contextlib.contextmanager
-def _trying(call: ModuleCall, module: nn.Module, given: Any) -> Generator[list[Any]]:
+def _trying(
+    looks: _PythonLooks, call: ModuleCall, module: nn.Module, given: Any
+) -> Generator[list[Any]]:
     results, leaves, ops = list[Any](), pytree.tree_leaves(given), _CustomOps()
     tensors = [one for one in leaves if isinstance(one, Tensor)]
     modules = [one for one in leaves if isinstance(one, nn.Module)]
     before = _Before([module, *modules], tensors)
+    looks.begins(call, module)
     with ops:
         yield results
     made = [one for one in leaves_in(results) if isinstance(one, Tensor)]
@@ -204,7 +252,8 @@ def _trying(call: ModuleCall, module: nn.Module, given: Any) -> Generator[list[A
     call.results_bytes = storage_bytes(made, seen)
     call.written = before.written()
     reasons = (
-        *before.reasons(), *(f"it runs {name}, which may act unseen" for name in ops.names),
+        *before.reasons(), *(f"it sets {one.text}" for one in looks.set_since(call)),
+        *(f"it runs {name}, which may act unseen" for name in ops.names),
         *_reasons_against(module, leaves, made),
     )  # fmt: skip
     call.why_not = next(iter(reasons), "")

@@ -24,6 +24,14 @@ def test_importing_takes_no_time_and_its_packages_are_there_when_asked_for() -> 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_importing_leaves_pythons_random_stream() -> None:
+    code = (
+        "import random, sys; before = random.getstate(); import remat, remat.progress; "
+        "assert 'rich.style' in sys.modules and random.getstate() == before"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_every_public_name_is_there() -> None:
     for name in remat.__all__:
         assert getattr(remat, name) is not None

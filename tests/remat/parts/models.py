@@ -82,6 +82,49 @@ class Drawing(nn.Module):
         return x if random.random() < 0.1 else self.block(torch.tanh(x).exp().sin())
 
 
+LOSSES: list[Tensor] = []
+
+
+class Balanced(nn.Module):
+    """A block that adds a loss to a list of this file, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Branching()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(torch.tanh(x).exp().sin())
+        LOSSES.append(x.square().mean())
+        return x
+
+
+class Told(nn.Module):
+    """A block that reads a scale of the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Branching()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(torch.tanh(SCALE["now"] * x).exp().sin())
+
+
+SCALE = {"now": 1.0}
+
+
+class Telling(Tower):
+    """A tower that sets the scale before each block."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Told() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            SCALE["now"] = 1.0 + i
+            x = block(x)
+        return x.square().mean()
+
+
 class Slot:
     """An object that a module is given, as a cache is."""
 

@@ -21,14 +21,18 @@ from remat.graph_capture.errors import (
     PlanError,
     RewriteError,
     SignatureError,
+    StateChangedError,
 )
 from remat.solver.stopping import DEFAULT_GAP
 from tests.remat.parts.models import (
+    LOSSES,
     ROWS,
     Around,
+    Balanced,
     Branching,
     Drawing,
     Gathering,
+    Telling,
     Tower,
     WithSlot,
     rows,
@@ -116,6 +120,54 @@ def test_a_count_is_that_of_eager() -> None:
     assert [block.calls for block in model.blocks] == [3, 3, 3]
 
 
+def test_a_list_outside_of_the_model_is_that_of_eager() -> None:
+    model = Tower(*(Balanced() for _ in range(3)))
+    LOSSES.clear()
+    module = planned(model, "min")
+    assert not LOSSES
+    assert module.modules_again
+    trained(model, module)
+    assert len(LOSSES) == 9
+
+
+def test_what_is_set_again_before_backward_is_read_once() -> None:
+    module = require_same(Telling(), "min")
+    assert module.modules_again
+    assert all("block" in path.split(".")[2:] for path in module.modules_again)
+
+
+def test_backward_runs_modules_in_the_mode_of_forward() -> None:
+    model = Tower()
+    twin = copy.deepcopy(model)
+    for one, module in ((twin, twin), (model, planned(model))):
+        torch.manual_seed(0)
+        loss = module(rows())
+        one.eval()
+        loss.backward()
+    for one, other in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # pyright: ignore
+
+
+def frozen_statistics(model: Tower) -> None:
+    model.blocks[0].statistics.eval()
+
+
+def another_block(model: Tower) -> None:
+    model.blocks[0] = Branching()
+
+
+@pytest.mark.parametrize("change", [frozen_statistics, another_block])
+def test_other_modules_are_refused_or_planned_anew(change: Callable[[Tower], None]) -> None:
+    model = Tower()
+    module, cache = planned(model), remat.rematerialize(model, budget="80%")
+    cache(rows()).backward()
+    change(model)
+    with pytest.raises(StateChangedError, match="plan it again: modules of Tower came"):
+        module(rows())
+    cache(rows()).backward()
+    assert len(remat.plans(cache)) == 2
+
+
 def test_what_is_given_an_object_runs_once() -> None:
     module = require_same(WithSlot(), "min")
     assert module.modules_again
@@ -148,6 +200,25 @@ def test_buffers_that_are_read_and_written() -> None:
 
     module = require_same(Tower(*(Decaying() for _ in range(4))), "min")
     assert any(path.count(".") == 1 for path in module.modules_again)
+
+
+def test_a_buffer_that_a_later_step_writes_to_is_refused() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Branching()
+            self.register_buffer("most", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.max() > 100:
+                self.most.copy_(x.max().detach())
+            return self.block(torch.tanh(x).exp().sin())
+
+    model = Tower(*(Late() for _ in range(3)))
+    module = planned(model, "min")
+    assert any(path.count(".") == 1 for path in module.modules_again)
+    with pytest.raises(RewriteError, match="write to most outside of Late, or plan again"):
+        module(rows() * 1000)
 
 
 COUNTED: list[int] = []
