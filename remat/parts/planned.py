@@ -42,10 +42,10 @@ def planned_in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     if not _may_be(spec, refused):
         raise refused
     with python_state_kept(spec.model, spec.loss_fn):  # steps that are watched write to it
-        return _planned(spec, refused)
+        return _watched_and_planned(spec, refused)
 
 
-def _planned(spec: StepSpec, refused: CaptureError) -> PartsModule:
+def _watched_and_planned(spec: StepSpec, refused: CaptureError) -> PartsModule:
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
     with stages.stage("capture", f"watching a step of {name}, which is no one graph"):
         try:

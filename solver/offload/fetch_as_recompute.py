@@ -74,7 +74,7 @@ def movable(problem: Problem) -> list[bool]:
         for op, outputs in enumerate(problem.outputs)
         if outputs and problem.inputs[op] and not any(sizes[v] for v in outputs)
     }
-    # Random states are on the host. Autograd's engine holds the tangents, whatever copies there are.
+    # Random states are on the host. Autograd's engine holds tangents, whatever copies there are.
     return [
         kind not in ("rng_state", "tangent") and sizes[v] > 0 and v not in added_to
         for v, kind in enumerate(kinds)

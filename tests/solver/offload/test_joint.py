@@ -7,9 +7,12 @@ import random
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import remat
 from remat.graph_capture.graph import Link, Links, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -148,6 +151,19 @@ def test_what_forward_returns_may_arrive_while_its_last_op_runs() -> None:
     found = simulate(linked, Schedule.for_graph(linked, steps, budget_bytes=14))
     assert (found.time_us, found.peak_bytes) == (sum(costs.values()) + 2, 13)
     assert solve_within(linked, 14, "joint").lower_bound_us <= found.time_us
+
+
+def test_tangents_stay_on_the_device_as_autograds_engine_holds_them() -> None:
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.Sigmoid(), nn.Linear(64, 1024)
+    )
+    graph = remat.capture(model, (torch.randn(128, 64),), host="1GiB", device="h100")
+    (tangent,) = (value for value in graph.values if value.kind == "tangent")
+    result = remat.solve(graph, "min", time_limit_s=AMPLE_S)
+    assert result.schedule is not None
+    copied = {step.value for step in result.schedule.steps if isinstance(step, Offload)}
+    assert copied
+    assert tangent.name not in copied
 
 
 def test_a_host_without_room_is_no_host() -> None:
