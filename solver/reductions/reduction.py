@@ -113,7 +113,7 @@ class _OtherOps(Reduction[tuple[AppliedLever, str]]):
         return msgspec.structs.replace(schedule, levers=levers, captured_hash=captured_hash)
 
 
-def solve_alone(question: Question) -> Result:
+def _solve_alone(question: Question) -> Result:
     """The answer of the solver, without any lever: the end of every chain."""
     options = dict(question.options)
     # A solver refuses unknown options.
@@ -179,7 +179,7 @@ def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
         if lever.accepts(question):
             rest = functools.partial(fold, levers=levers[i + 1 :])
             return _held(type(lever).__name__, question, rest, lever.solve)
-    return _held(question.solver, question, solve_alone, lambda asked, rest: rest(asked))
+    return _held(question.solver, question, _solve_alone, lambda asked, rest: rest(asked))
 
 
 def _held(
