@@ -274,7 +274,7 @@ class PythonState:
         at = [Change(one.text, "", one.now(), one) for one in moved]
         return {_key_of(change.place): change for change in (*seen, *at)}
 
-    def _is_of_library(self, place: StateSlot | OpaqueState) -> bool:
+    def _is_of_library(self, place: StateSlot | OpaqueState | Stream) -> bool:
         return self._found.is_of_library(_holder(place))
 
     def compares_any(self, changes: Iterable[Change]) -> bool:
