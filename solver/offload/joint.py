@@ -343,6 +343,10 @@ class JointOffload:
             return
         joint.prove()
         joint.take_starts()
+        # One cut does not see where else memory is full: two may fit where none of its starts did.
+        if search.best is None and self.cuts > 1 and joint.add_cut():
+            joint.prove()
+            joint.take_starts()
         # Never worse than recomputation alone by more than the gap.
         if search.is_open(self.gap) and not self._beats_alone(search, joint.cuts[0]):
             self._take_alone(search)
