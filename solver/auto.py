@@ -105,12 +105,13 @@ class Improvement:
             if self.search.best is not None:
                 self._search_around(1, effort)
         else:
-            others = self._other_starts()  # before the programs change
+            # Before the programs change.
+            others = OtherStarts(self.search, self.lazy, self.seed, self.n_other_starts)
             # Both are waited for, so the outcome depends on seed and workers, not on who was first.
             with Task(lambda: self._programs(open_gap, below_us)) as solving:
                 self._search_beside(others, self.workers - 1, effort)
                 found = solving.wait()
-            self.n_other_starts = others.tried if others else 0
+            self.n_other_starts = others.tried
         for climbed in found:
             offer_climbed(self.search, climbed)
             # The guide need not fit: the stages in which it recomputes are worth a try.
@@ -144,18 +145,12 @@ class Improvement:
         again = recomputed_by_stage(problem, ops_of(problem, best))
         return [sum(problem.cost_us[op] for op in stage) for stage in again]
 
-    def _other_starts(self) -> OtherStarts | None:
-        if self.search.is_large:
-            return None
-        return OtherStarts(self.search, self.lazy, self.seed, self.n_other_starts)
-
-    def _search_beside(self, others: OtherStarts | None, workers: int, effort: float) -> None:
+    def _search_beside(self, others: OtherStarts, workers: int, effort: float) -> None:
         """Around the best for a part of `effort`, then from other starts and around it in turn."""
         effort -= self._search_around(workers, self.least_effort / _CP_SAT_S)
         while effort > 0 and self.search.is_open(self.gap):
-            spent = others.offer_next(workers) if others else 0.0
-            if others and others.runs:
-                self.guide = others.runs
+            spent = others.offer_next(workers)
+            self.guide = others.runs or self.guide
             effort -= spent + self._search_around(workers, min(effort, spent) or effort)
             if self.around is not None and self.around.is_exhausted:
                 return

@@ -15,6 +15,7 @@ from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import counterfactual_schedule
 from remat.solver.problem import Problem
+from remat.solver.reductions.updates import late_sequence
 from remat.solver.state import schedule_of
 
 # A plan with one lever off: the same ops in the same order, simulated. No solver is asked.
@@ -49,23 +50,7 @@ def without_chunks(graph: TrainingGraph, schedule: Schedule) -> _Off:
             order.append(name)
         if at >= 0:
             ran.add(name)
-    order += (op.name for op in captured.ops[begun:])
-    return _in_order(captured, schedule, _updates_behind_reads(captured, order))
-
-
-def _updates_behind_reads(graph: TrainingGraph, order: Iterable[str]) -> list[str]:
-    """`order`, with each update behind all that reads its parameters, as such ops may run again."""
-    ops = [graph.ops[graph.op_index[name]] for name in order]
-    read = {name: at for at, op in enumerate(ops) if op.target != UPDATE for name in op.inputs}
-
-    def place(item: tuple[int, Op]) -> tuple[int, bool]:
-        at, op = item
-        if op.target != UPDATE:
-            return at, False
-        updated = set(op.inputs).difference(_gradients(graph, op))
-        return max(at, *(read.get(name, 0) for name in updated)), True
-
-    return [op.name for _, op in sorted(enumerate(ops), key=place)]
+    return _in_order(captured, schedule, [*order, *(op.name for op in captured.ops[begun:])])
 
 
 def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
@@ -110,7 +95,8 @@ def _runs(schedule: Schedule) -> list[str]:
 
 
 def _in_order(graph: TrainingGraph, schedule: Schedule, names: Iterable[str]) -> _Off:
-    made = schedule_of(Problem.of(graph), [graph.op_index[name] for name in names])
+    problem, order = Problem.of(graph), [graph.op_index[name] for name in names]
+    made = schedule_of(problem, late_sequence(problem, order))  # reads may stand elsewhere now
     return graph, schedule.with_steps(graph, made.steps)  # `recompute` may allow custom ops twice
 
 

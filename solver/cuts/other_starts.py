@@ -22,7 +22,7 @@ _REPAIRED = 0.6  # program and repair of a start in CP-SAT's unit: about 1.5 s o
 
 
 class OtherStarts:
-    """Starts of the programs that `windows` are now, one for each target.
+    """Starts of the programs that `windows` are now, one for each target; none of large graphs.
 
     The `first` of them come last, as the round before has tried them.
     """
@@ -30,7 +30,8 @@ class OtherStarts:
     def __init__(self, search: Search, windows: Windows, seed: int = 0, first: int = 0) -> None:
         self._search, self._windows, self._seed = search, windows.copy(), seed
         first %= len(_TARGETS)
-        self._targets = targets_of(search, (*_TARGETS[first:], *_TARGETS[:first]))
+        parts = () if search.is_large else (*_TARGETS[first:], *_TARGETS[:first])
+        self._targets = targets_of(search, parts)
         self.tried = first
         self.runs: Runs = ()  # of the last one
 

@@ -183,7 +183,12 @@ class _JointSearch:
         self.cuts = [] if place is None else [place]
         return place is not None
 
-    def prove(self) -> None:
+    def solve(self) -> None:
+        """The bound of the cuts as they are, and starts of them."""
+        self._prove()
+        self._take_starts()
+
+    def _prove(self) -> None:
         last = self.search.graph.ops[self.cuts[-1]].name
         self.search.say(f"{len(self.cuts)} cuts, the last at {last}")
         found = self._program(tuple(sorted(self.cuts))).solve(self._limits())
@@ -192,7 +197,7 @@ class _JointSearch:
         else:
             self.search.raise_bound(found.bound_us)
 
-    def take_starts(self) -> None:
+    def _take_starts(self) -> None:
         is_first = len(self.cuts) == 1
         parts = _PARTS if is_first else _PARTS[: 1 if self.search.is_large else 2]
         ways = [self.links]
@@ -341,18 +346,15 @@ class JointOffload:
     def _close_gap(self, search: Search, joint: _JointSearch) -> None:
         if not joint.begin():
             return
-        joint.prove()
-        joint.take_starts()
+        joint.solve()
         # One cut does not see where else memory is full: two may fit where none of its starts did.
         if search.best is None and self.cuts > 1 and joint.add_cut():
-            joint.prove()
-            joint.take_starts()
+            joint.solve()
         # Never worse than recomputation alone by more than the gap.
         if search.is_open(self.gap) and not self._beats_alone(search, joint.cuts[0]):
             self._take_alone(search)
         while search.is_open(self.gap) and len(joint.cuts) < self.cuts and joint.add_cut():
-            joint.prove()
-            joint.take_starts()
+            joint.solve()
         gap = self.gap if search.problem.n_ops <= _FEW_OPS else max(_WIDE, self.gap)
         if search.best is not None and search.is_open(gap):
             climb_hosted(search, joint.links, self.gap)
