@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.python_state.state_guards import Change, PythonState
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
 from remat.graph_capture.tracing.left_out import used_alone
+from remat.graph_capture.tracing.restore import streams
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import apply_loss
+from remat.parts.watched import python_state_of, unlike
 from remat.rewriter.guards.live_state import LiveState, RecomputeInputs
 from remat.rewriter.user_module.module import SharedState, in_modes
 from remat.rewriter.user_module.own_forward import class_of_user
@@ -34,6 +38,14 @@ from remat.schedules.schedule import Schedule
 # By path of each module that runs again: the buffers that it writes to, by their paths below it,
 # and the time of its forward in us.
 _Again = Mapping[str, tuple[Sequence[str], float]]
+
+
+class _Seen(NamedTuple):
+    """What a call may change unseen by autograd."""
+
+    versions: list[int]  # of the tensors that it did not write to when it was planned
+    python: dict[Any, Change]
+    streams: dict[str, Any]
 
 
 class _RunsAgain:
@@ -60,20 +72,37 @@ class _RunsAgain:
         contexts = _Call(self, leaves).contexts
         return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
 
-    def versions(self) -> list[int]:
-        """Of what it did not write to when it was planned."""
+    @functools.cached_property
+    def _python(self) -> PythonState:
+        return python_state_of(self.module)
+
+    def seen(self) -> _Seen:
         state = self._live.read() or []
         read = [state[i] for i in self.inputs.places] if state else []
-        return [0 if one.is_inference() else one._version for one in read]
+        versions = [0 if one.is_inference() else one._version for one in read]
+        return _Seen(versions, self._python.since(), streams())
 
-    def require_unwritten(self, versions: list[int]) -> None:
-        now = self.versions()
-        for place, before, after in zip(self.inputs.places, versions, now, strict=False):
-            if before != after:  # a second run would write to it again
-                raise RewriteError(
-                    f"write to {self._live.names[place]} outside of {self.kind}, or plan again at "
-                    "a step that writes to it: it did not when it was planned, and runs again"
-                )
+    def require_without_effect(self, before: _Seen, now: _Seen) -> None:
+        """Refuse a call that did more than compute, as its second run would do it again."""
+        versions = zip(self.inputs.places, before.versions, now.versions, strict=False)
+        effects = chain(
+            (f"write to {self._live.names[i]}" for i, one, other in versions if one != other),
+            (f"set {one.text}" for one in unlike(before.python, now.python)),
+            (f"draw from {one}" for one in now.streams if now.streams[one] != before.streams[one]),
+        )
+        if effect := next(effects, None):
+            raise RewriteError(
+                f"{effect} outside of {self.kind}, or plan again at a step that does so: it did "
+                "not when it was planned, and runs again"
+            )
+
+    def require_as_left(self, left: _Seen) -> None:
+        """Refuse a second run that may read what was set since the first."""
+        if others := unlike(left.python, self._python.since()):
+            raise RewriteError(
+                f"set {others[0].text} after backward, or plan again at a step that sets it "
+                f"before: {self.kind} runs again in backward, and may read it"
+            )
 
     def noted(self, leaves: Sequence[Any]) -> Any:
         """What the second run is to find as it is now."""
@@ -99,9 +128,10 @@ class _Call:
     def _first(self) -> Generator[None]:
         held = (table[name] for table, name in self._of.written)
         self._before = [buffer.clone() for buffer in held if buffer is not None]
-        versions = self._of.versions()
+        before = self._of.seen()
         yield
-        self._of.require_unwritten(versions)
+        self._left = self._of.seen()
+        self._of.require_without_effect(before, self._left)
         self._noted, self._leaves = self._of.noted(self._leaves), ()
         self._modes = modes_of(self._of.module)
 
@@ -113,6 +143,7 @@ class _Call:
                 table[name] = before.clone()  # which this run may write to
             stack.enter_context(_running_again(self._of.others))
             stack.enter_context(in_modes(self._of.module, self._modes))
+            self._of.require_as_left(self._left)
             self._open.append(stack.pop_all())
 
     def __exit__(self, *_: object) -> None:

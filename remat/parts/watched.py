@@ -196,14 +196,19 @@ class _Moments:
 # Whether a module may run twice.
 
 
+def python_state_of(model: nn.Module) -> PythonState:
+    state = PythonState(model)
+    forwards = ((path, vars(m)) for path, m in model.named_modules())
+    # A watched module has another there, and so does one that runs again.
+    state.leave_out(DictItem(path, its, "forward", MISSING) for path, its in forwards)
+    return state
+
+
 class _PythonLooks:
     """Python's state that the model may read, as calls begin and end and as backward begins."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._state = PythonState(model)
-        forwards = ((path, vars(m)) for path, m in model.named_modules())
-        # A watched module has another there.
-        self._state.leave_out(DictItem(path, its, "forward", MISSING) for path, its in forwards)
+        self._state = python_state_of(model)
         self._last = dict[Any, Change]()
         self._begun = list[tuple[ModuleCall, nn.Module, dict[Any, Change]]]()
 
@@ -212,7 +217,7 @@ class _PythonLooks:
 
     def set_since(self, call: ModuleCall) -> list[Change]:
         begun = next(seen for one, _, seen in reversed(self._begun) if one is call)
-        return _unlike(begun, self._state.since())
+        return unlike(begun, self._state.since())
 
     def backward_begins(self) -> None:
         self._last = self._state.since()
@@ -221,12 +226,13 @@ class _PythonLooks:
         """A run in backward would read what was set after the first one. No module is watched now,
         as its code then reads more."""
         for call, module, seen in self._begun:
-            others = _unlike(seen, self._last)
+            others = unlike(seen, self._last)
             if others and not call.why_not and PythonState(module).compares_any(others):
                 call.why_not = f"{others[0].text} is set after it, which it may read"
 
 
-def _unlike(before: dict[Any, Change], after: dict[Any, Change]) -> list[Change]:
+def unlike(before: dict[Any, Change], after: dict[Any, Change]) -> list[Change]:
+    """What is another in one than in the other, of what `PythonState.since` gave twice."""
     both = ((before.get(key), after.get(key)) for key in {**before, **after})
     return [
         one or other  # pyright: ignore[reportReturnType]

@@ -27,6 +27,7 @@ from remat.solver.stopping import DEFAULT_GAP
 from tests.remat.parts.models import (
     LOSSES,
     ROWS,
+    SCALE,
     Around,
     Balanced,
     Branching,
@@ -202,23 +203,81 @@ def test_buffers_that_are_read_and_written() -> None:
     assert any(path.count(".") == 1 for path in module.modules_again)
 
 
-def test_a_buffer_that_a_later_step_writes_to_is_refused() -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Branching()
-            self.register_buffer("most", torch.zeros(()))
+class Late(nn.Module):
+    """A block that does more than compute where it is given large values."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            if x.max() > 100:
-                self.most.copy_(x.max().detach())
-            return self.block(torch.tanh(x).exp().sin())
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.calls, self.kept = Branching(), 0, dict[str, float]()
+        self.register_buffer("most", torch.zeros(()))
 
-    model = Tower(*(Late() for _ in range(3)))
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 100:
+            self.effect(x)
+        return self.block(torch.tanh(x).exp().sin())
+
+    def effect(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Writes(Late):
+    def effect(self, x: Tensor) -> None:
+        self.most.copy_(x.max().detach())
+
+
+class Counts(Late):
+    def effect(self, x: Tensor) -> None:
+        self.calls += 1
+
+
+class Keeps(Late):
+    def effect(self, x: Tensor) -> None:
+        self.kept["most"] = x.max().item()
+
+
+class Appends(Late):
+    def effect(self, x: Tensor) -> None:
+        LOSSES.append(x.max().detach())
+
+
+class Draws(Late):
+    def effect(self, x: Tensor) -> None:
+        random.random()
+
+
+@pytest.mark.parametrize(
+    ("kind", "effect"),
+    [
+        (Writes, "write to most"), (Counts, "set calls"), (Keeps, "set an item of kept"),
+        (Appends, "set an item of .*LOSSES.*"), (Draws, "draw from random"),
+    ],
+)  # fmt: skip
+def test_what_a_later_step_does_beside_its_work_is_refused(kind: type[Late], effect: str) -> None:
+    model = Tower(*(kind() for _ in range(3)))
     module = planned(model, "min")
     assert any(path.count(".") == 1 for path in module.modules_again)
-    with pytest.raises(RewriteError, match="write to most outside of Late, or plan again"):
+    module(rows()).backward()
+    with pytest.raises(RewriteError, match=f"^{effect} outside of {kind.__name__}, or plan again"):
         module(rows() * 1000)
+
+
+def test_what_a_later_step_sets_before_backward_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Scaled(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(torch.tanh(x * SCALE["now"]).exp().sin())
+
+    module = planned(Tower(*(Scaled() for _ in range(3))), "min")
+    assert any(path.count(".") == 1 for path in module.modules_again)
+    for scale in (0.5, 1.0):
+        monkeypatch.setitem(SCALE, "now", scale)  # between steps
+        loss = module(rows())
+        loss.backward()
+    loss = module(rows())
+    monkeypatch.setitem(SCALE, "now", 2.0)
+    with pytest.raises(RewriteError, match=r"^set .*SCALE.* after backward, or plan again"):
+        loss.backward()
 
 
 COUNTED: list[int] = []
