@@ -201,6 +201,8 @@ _INSTEAD = {  # by the op whose result's shape or value is asked for: what to wr
 
 _ANY = "replace the `if`, `.item()` or index by tensor ops, such as torch.where or a mask"
 
+BY_REMATERIALIZE = "with remat.rematerialize, or "  # no advice to who comes from there
+
 
 def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
     """`read`: arguments whose values were looked at, and `RANDOM`, if nothing else had a part.
@@ -220,8 +222,8 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
     ways.append(_INSTEAD.get(said.rpartition(".")[0].split(" ")[-1], _ANY))
     return CaptureError(
         f"{'. Or '.join(ways)}.\n"
-        "Or plan it in parts, with remat.rematerialize, or with "
-        'torch.compile(model, backend="remat"), which breaks the graph there.\n'
+        f'Or plan it in parts, {BY_REMATERIALIZE}with torch.compile(model, backend="remat"), which '
+        "breaks the graph there.\n"
         f"Control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "
         f"hold both branches. torch said: {said}"
     )

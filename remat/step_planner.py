@@ -202,11 +202,6 @@ def whole_or_in_parts(spec: StepSpec, whole: Callable[[StepSpec], nn.Module]) ->
     try:
         return whole(spec)
     except CaptureError as error:
-        if spec.cuda_graphs:
-            error.add_note(
-                "Leave out cuda_graphs=True to plan it in parts, with code between them."
-            )
-            raise
         from remat.parts.planned import planned_in_parts  # a wing, which most models never enter
 
         return planned_in_parts(spec, error)

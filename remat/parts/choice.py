@@ -179,12 +179,12 @@ class Choices:
         for i, moment in enumerate(moments):
             # The first time, what is live within a call is in the background.
             ops += (_end_of(part) for part in begin[i])
-            read = [f"beside {i - 1}"] if i else []
+            read = [_others(moments[i - 1])] if i else []
             read += [name for part in back[i] for name in (part.saved, part.ended)]
             ops.append(_between(moment.name, phase, read, [], self.workspace_bytes(i)))
             # What backward has left of what a part saved is background once the part's is let go.
-            ops.append(_between(f"{moment.name} left", phase, [], [f"beside {i}"], 0))
-            values.append(Value(f"beside {i}", self.background[i], ops[-1].name))
+            ops.append(_between(f"{moment.name} left", phase, [], [_others(moment)], 0))
+            values.append(Value(_others(moment), self.background[i], ops[-1].name))
             for part in end[i]:
                 made = (part.saved,)
                 ops.append(Op(part.name, _RUN, "forward", (), made, part.own_us, module=part.path))
@@ -252,6 +252,10 @@ class Choices:
     def least(self) -> tuple[Result, set[str]]:
         """The cheapest of the choices of the lowest peak."""
         return self.within(self.within(0)[0].least_feasible_bytes)
+
+
+def _others(moment: Moment) -> str:
+    return f"other tensors at {moment.name}"
 
 
 def _between(name: str, phase: Phase, reads: list[str], makes: list[str], work_bytes: int) -> Op:

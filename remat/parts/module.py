@@ -40,7 +40,7 @@ from remat.schedules.schedule import Schedule
 _Again = Mapping[str, tuple[Sequence[str], float]]
 
 
-class _Seen(NamedTuple):
+class _Effects(NamedTuple):
     """What a call may change unseen by autograd."""
 
     versions: list[int]  # of the tensors that it did not write to when it was planned
@@ -76,13 +76,13 @@ class _RunsAgain:
     def _python(self) -> PythonState:
         return python_state_of(self.module)
 
-    def seen(self) -> _Seen:
+    def seen(self) -> _Effects:
         state = self._live.read() or []
         read = [state[i] for i in self.inputs.places] if state else []
         versions = [0 if one.is_inference() else one._version for one in read]
-        return _Seen(versions, self._python.since(), streams())
+        return _Effects(versions, self._python.since(), streams())
 
-    def require_without_effect(self, before: _Seen, now: _Seen) -> None:
+    def require_without_effect(self, before: _Effects, now: _Effects) -> None:
         """Refuse a call that did more than compute, as its second run would do it again."""
         versions = zip(self.inputs.places, before.versions, now.versions, strict=False)
         effects = chain(
@@ -96,7 +96,7 @@ class _RunsAgain:
                 "not when it was planned, and runs again"
             )
 
-    def require_as_left(self, left: _Seen) -> None:
+    def require_as_left(self, left: _Effects) -> None:
         """Refuse a second run that may read what was set since the first."""
         if others := unlike(left.python, self._python.since()):
             raise RewriteError(

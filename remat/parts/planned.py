@@ -15,7 +15,7 @@ from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.distributed.dtensors import has_dtensors
 from remat.graph_capture.errors import BudgetError, CaptureError, option
 from remat.graph_capture.python_state.state_guards import python_state_kept
-from remat.graph_capture.refusals import is_all_frozen
+from remat.graph_capture.refusals import BY_REMATERIALIZE, is_all_frozen
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.left_out import as_outputs
 from remat.graph_capture.tracing.resident import resident_bytes
@@ -33,13 +33,19 @@ from remat.schedules.outcome import Check, Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
 from remat.step_spec import StepSpec
 
+_IN_PARTS_TOO = {"float_inputs", "outputs", "accumulate"}  # options
 _TRIES = 4  # choices that are measured, each for what the one before took beyond the budget
 
 
 def planned_in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     """The module for a batch whose step was `refused` as one graph; raises that where modules
     cannot be planned, or none can and the step does not fit as it is."""
+    refused.args = (str(refused).replace(BY_REMATERIALIZE, ""),)
     if not _may_be(spec, refused):
+        raise refused
+    asked = (name for name, is_asked in spec.asked.items() if is_asked)
+    if options := [option(name) for name in asked if name not in _IN_PARTS_TOO]:
+        refused.add_note(f"Leave out {', '.join(options)} to plan it in parts.")
         raise refused
     with python_state_kept(spec.model, spec.loss_fn):  # steps that are watched write to it
         return _watched_and_planned(spec, refused)
@@ -55,12 +61,10 @@ def _watched_and_planned(spec: StepSpec, refused: CaptureError) -> PartsModule:
     try:
         found, module, checked = _kept_to_budget(spec, choices, stages)
     except BudgetError as error:
+        why = f"Each of {name}'s modules runs once, or again as a whole"
         if not choices.parts:
-            raise refused from error
-        raise BudgetError(
-            f"{error}.\nEach of {name}'s modules runs once, or again as a whole, as it is no one "
-            f"graph: {refused}"
-        ) from error
+            why = f"No module of {name} can run again in backward"
+        raise BudgetError(f"{error}.\n{why}, as it is no one graph: {refused}") from error
     solved = Solved(choices.graph, found)
     stages.say(planned_text(_title(choices, module), solved, checked, stages.elapsed_s))
     stages.say(f"remat: {name} is no one graph. {refused}".replace("\n", " "))
@@ -100,11 +104,10 @@ def _kept_to_budget(
 
 
 def _may_be(spec: StepSpec, refused: CaptureError) -> bool:
-    asked = {name for name, is_asked in spec.asked.items() if is_asked}
     model, has_ranks = spec.model, dist.is_available() and dist.is_initialized()
     is_training = getattr(model, "training", False)  # what is no module has none
     is_of_graph = type(refused) is CaptureError and is_training and has_storage(model)
-    if asked - {"float_inputs", "outputs", "accumulate"} or has_ranks or not is_of_graph:
+    if has_ranks or not is_of_graph:
         return False
     is_planned = any(isinstance(one, SharedState) for one in model.modules())
     return not (is_planned or has_dtensors(model) or is_all_frozen(model, _tree(spec)))

@@ -393,16 +393,28 @@ def test_a_model_without_modules_to_plan() -> None:
             x = torch.relu(x @ self.weight)
             return (x if x.sum() > 0 else -x).square().mean()
 
-    with pytest.raises(CaptureError, match="one static graph cannot hold both branches"):
+    with pytest.raises(
+        BudgetError, match=r"(?s)^try .*No module of Alone can run again"
+    ) as refused:
         planned(Alone(), "50%")
+    assert "one static graph cannot hold both branches" in str(refused.value)
+    assert "with remat.rematerialize" not in str(refused.value)  # which gave this answer
     module = require_same(Alone(), "100%")
     assert module.modules_again == ()
 
 
-@pytest.mark.parametrize("options", [{"keep": "blocks.0"}, {"blocks": "blocks.*"}])
-def test_what_only_a_graph_can_do_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(CaptureError, match="one static graph cannot hold both branches"):
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        ({"keep": "blocks.0"}, "Leave out keep= to plan it in parts."),
+        ({"blocks": "blocks.*"}, "Or plan it in parts, with remat.rematerialize, or"),
+    ],
+)
+def test_what_only_a_graph_can_do_is_refused(options: dict[str, Any], way: str) -> None:
+    with pytest.raises(CaptureError, match="one static graph cannot hold both branches") as refused:
         planned(Tower(), **options)
+    assert way in "\n".join([str(refused.value), *refused.value.__notes__])
+    assert planned(Tower()).modules_again  # as it says
 
 
 def test_a_graph_is_still_one_graph() -> None:
