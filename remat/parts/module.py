@@ -143,7 +143,8 @@ class _Call:
                 table[name] = before.clone()  # which this run may write to
             stack.enter_context(_running_again(self._of.others))
             stack.enter_context(in_modes(self._of.module, self._modes))
-            self._of.require_as_left(self._left)
+            with forward_wrapped(self._of.module, self._of):  # as its first run has it
+                self._of.require_as_left(self._left)
             self._open.append(stack.pop_all())
 
     def __exit__(self, *_: object) -> None:
