@@ -124,6 +124,7 @@ def versions_tell() -> bool:
 
 Watched = tuple[dict[Any, Any], list[str]]  # the dictionary, and what is true while it holds this
 
+_LOOKS_A_TEST = 32  # a test takes as long to compile as so many looks at all places
 CALLS_A_TREE = 64  # a tree of versions takes as long to make as so many comparisons of terms
 
 
@@ -197,6 +198,8 @@ class PythonState:
         self._behind: list[StateWalk] = []
         self._size: tuple[int, ...] = ()
         self._test: Callable[[], bool] | None = None
+        self._at_test: list[Change] = []  # what was changed when it was compiled
+        self._looks_to_compile = 0
         self.ran: ExecutedCode | None = None  # since this was made, where it is noted
         self.asks_identity = True  # whether code may, as in ``query is key``
 
@@ -267,9 +270,9 @@ class PythonState:
         """What holds something else now than when this was made, by place; but a library's caches,
         which nobody sees."""
         moved = [one for one in self.streams if one.has_moved()]
-        if not moved and self.first_change() is None:
+        found = self._changes_so_far()
+        if not (moved or found):
             return {}
-        found = [*self._changed_places(), *self._appeared()]
         seen = [c for c in found if holds_tensors(c.now) or not self._is_of_library(c.place)]
         at = [Change(one.text, "", one.now(), one) for one in moved]
         return {_key_of(change.place): change for change in (*seen, *at)}
@@ -375,16 +378,30 @@ class PythonState:
 
     def first_change(self) -> Change | None:
         """The first place that holds something else; fast where each holds the very same object."""
-        # A name or attribute that is gone raises one of these; it is looked for below.
-        with contextlib.suppress(KeyError, ValueError, AttributeError):
-            if self._test is not None and self._test():
-                return None
+        if self._is_as_at_test():
+            return next(iter(self._at_test), None)
         change = next(chain(self._changed_places(), self._appeared()), None)
         if change is None:
-            self._compile()  # other objects of equal values: the next test is for those
+            self._compile([])  # other objects of equal values: the next test is for those
         return change
 
-    def _compile(self) -> None:
+    def _changes_so_far(self) -> list[Change]:
+        if self._is_as_at_test():
+            return self._at_test
+        found = [*self._changed_places(), *self._appeared()]
+        self._looks_to_compile -= 1
+        # Such as a context that is set while forward runs; of tensors, a test would keep the graph.
+        if self._looks_to_compile < 0 and not any(holds_tensors(one.now) for one in found):
+            self._compile(found)
+        return found
+
+    def _is_as_at_test(self) -> bool:
+        # A name or attribute that is gone raises one of these.
+        with contextlib.suppress(KeyError, ValueError, AttributeError):
+            return self._test is not None and self._test()
+        return False
+
+    def _compile(self, changed: list[Change]) -> None:
         names, by_space, others = ObjectNames(), dict[int, Watched](), list[str]()
         for space, term in self._terms(names):
             if type(space) is dict:  # only a plain dictionary tells of writes by its version
@@ -393,6 +410,7 @@ class PythonState:
                 others.append(term)
         entries, rest = WatchedDicts(list(by_space.values()), names), _compiled_check(others, names)
         self._test = lambda: entries.hold() and rest()
+        self._at_test, self._looks_to_compile = changed, _LOOKS_A_TEST
 
     def _terms(self, names: ObjectNames) -> Generator[tuple[Any, str]]:
         """An expression for each place and each namespace, beside the mapping that it reads."""

@@ -14,6 +14,7 @@ from remat.graph_capture.python_state import state_guards
 from remat.graph_capture.python_state.state_guards import (
     CALLS_A_TREE,
     ObjectNames,
+    PythonState,
     WatchedDicts,
     same_facts,
     unwritten,
@@ -166,3 +167,36 @@ def test_a_model_that_is_written_to_at_each_step_is_guarded_still() -> None:
     model.last.eval()
     with pytest.raises(remat.RematError, match="eval mode"):
         fast(x)
+
+
+def test_what_changed_since_is_told_at_each_look() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.kept = 1.0, 1.0, [1.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.one * self.two * self.kept[0]
+
+    model = Scaled()
+    state = PythonState(model)
+
+    def changed() -> dict[str, Any]:
+        return {change.text: change.now for change in state.since().values()}
+
+    for one in (2.0, 3.0, 4.0):
+        model.one = one
+        for _ in range(3):  # the first look may compile a test for what it finds
+            assert changed() == {"one": one}
+            change = state.first_change()
+            assert change is not None
+            assert change.now == one
+        model.two = one
+        assert changed() == {"one": one, "two": one}
+        model.two = 1.0
+        model.kept[0] = one
+        assert changed() == {"one": one, "an item of kept": [one]}
+        model.kept[0] = 1.0
+    model.one = 1.0
+    assert changed() == {}
+    assert state.first_change() is None
