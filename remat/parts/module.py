@@ -58,6 +58,11 @@ class _RunsAgain:
         self.written = [(module.get_submodule(owner)._buffers, name) for owner, _, name in parts]
         read = [i for i, name in enumerate(self._live.names) if name not in written]
         self.inputs = RecomputeInputs(read, us)
+        self._python: PythonState | None = None
+
+    def step_begins(self) -> None:
+        if self._python is None:  # now, as it holds what it finds: no tensors of a step yet
+            self._python = python_state_of(self.module)
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -72,15 +77,15 @@ class _RunsAgain:
         contexts = _Call(self, leaves).contexts
         return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
 
-    @functools.cached_property
-    def _python(self) -> PythonState:
-        return python_state_of(self.module)
+    def _set(self) -> dict[Any, Change]:
+        assert self._python is not None
+        return self._python.since()
 
     def seen(self) -> _Effects:
         state = self._live.read() or []
         read = [state[i] for i in self.inputs.places] if state else []
         versions = [0 if one.is_inference() else one._version for one in read]
-        return _Effects(versions, self._python.since(), streams())
+        return _Effects(versions, self._set(), streams())
 
     def require_without_effect(self, before: _Effects, now: _Effects) -> None:
         """Refuse a call that did more than compute, as its second run would do it again."""
@@ -98,7 +103,7 @@ class _RunsAgain:
 
     def require_as_left(self, left: _Effects) -> None:
         """Refuse a second run that may read what was set since the first."""
-        if others := unlike(left.python, self._python.since()):
+        if others := unlike(left.python, self._set()):
             raise RewriteError(
                 f"set {others[0].text} after backward, or plan again at a step that sets it "
                 f"before: {self.kind} runs again in backward, and may read it"
@@ -193,6 +198,8 @@ class PartsModule(SharedState, nn.Module):
                 "it was planned, and what a step saves is other"
             )
         args, kwargs, target = batch
+        for again in cls._remat_again.values():
+            again.step_begins()
         with _running_again(cls._remat_again):
             output = model.forward(*args, **kwargs)
         return apply_loss(cls._remat_loss_fn, used_alone(output, cls._remat_outputs), target)

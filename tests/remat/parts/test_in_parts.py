@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,29 @@ def test_what_a_later_step_sets_before_backward_is_refused(
     monkeypatch.setitem(SCALE, "now", 2.0)
     with pytest.raises(RewriteError, match=r"^set .*SCALE.* after backward, or plan again"):
         loss.backward()
+
+
+CONTEXT: dict[str, Tensor] = {}
+
+
+def test_no_tensor_of_a_step_is_kept_for_the_next() -> None:
+    class Gated(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(torch.tanh(x * CONTEXT["gate"]).exp().sin())
+
+    class Gating(Tower):
+        def forward(self, x: Tensor) -> Tensor:
+            CONTEXT["gate"] = x.mean(0).sigmoid()
+            return super().forward(x)
+
+    module = require_same(Gating(*(Gated() for _ in range(3))), "min")
+    assert any(path.count(".") == 1 for path in module.modules_again)
+    CONTEXT.clear()
+    gates: list[weakref.ref[Tensor]] = []
+    for seed in range(3):
+        module(rows(seed)).backward()
+        gates.append(weakref.ref(CONTEXT["gate"]))
+    assert [gate() is not None for gate in gates] == [False, False, True]
 
 
 COUNTED: list[int] = []
