@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.python_state.state_guards import Change, PythonState
+from remat.graph_capture.python_state.state_guards import Change
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
 from remat.graph_capture.tracing.left_out import used_alone
@@ -58,11 +58,7 @@ class _RunsAgain:
         self.written = [(module.get_submodule(owner)._buffers, name) for owner, _, name in parts]
         read = [i for i, name in enumerate(self._live.names) if name not in written]
         self.inputs = RecomputeInputs(read, us)
-        self._python: PythonState | None = None
-
-    def step_begins(self) -> None:
-        if self._python is None:  # now, as it holds what it finds: no tensors of a step yet
-            self._python = python_state_of(self.module)
+        self._python = python_state_of(module)
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -77,15 +73,11 @@ class _RunsAgain:
         contexts = _Call(self, leaves).contexts
         return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
 
-    def _set(self) -> dict[Any, Change]:
-        assert self._python is not None
-        return self._python.since()
-
     def seen(self) -> _Effects:
         state = self._live.read() or []
         read = [state[i] for i in self.inputs.places] if state else []
         versions = [0 if one.is_inference() else one._version for one in read]
-        return _Effects(versions, self._set(), streams())
+        return _Effects(versions, self._python.since(), streams())
 
     def require_without_effect(self, before: _Effects, now: _Effects) -> None:
         """Refuse a call that did more than compute, as its second run would do it again."""
@@ -103,7 +95,7 @@ class _RunsAgain:
 
     def require_as_left(self, left: _Effects) -> None:
         """Refuse a second run that may read what was set since the first."""
-        if others := unlike(left.python, self._set()):
+        if others := unlike(left.python, self._python.since()):
             raise RewriteError(
                 f"set {others[0].text} after backward, or plan again at a step that sets it "
                 f"before: {self.kind} runs again in backward, and may read it"
@@ -198,8 +190,6 @@ class PartsModule(SharedState, nn.Module):
                 "it was planned, and what a step saves is other"
             )
         args, kwargs, target = batch
-        for again in cls._remat_again.values():
-            again.step_begins()
         with _running_again(cls._remat_again):
             output = model.forward(*args, **kwargs)
         return apply_loss(cls._remat_loss_fn, used_alone(output, cls._remat_outputs), target)

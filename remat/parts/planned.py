@@ -14,7 +14,7 @@ from remat.graph_capture.devices.known_devices import allocator_rounding
 from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.distributed.dtensors import has_dtensors
 from remat.graph_capture.errors import BudgetError, CaptureError, option
-from remat.graph_capture.python_state.state_guards import python_state_kept
+from remat.graph_capture.python_state.state_guards import PythonState, python_state_kept
 from remat.graph_capture.refusals import BY_REMATERIALIZE, is_all_frozen
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.left_out import as_outputs
@@ -47,11 +47,11 @@ def planned_in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     if options := [option(name) for name in asked if name not in _IN_PARTS_TOO]:
         refused.add_note(f"Leave out {', '.join(options)} to plan it in parts.")
         raise refused
-    with python_state_kept(spec.model, spec.loss_fn):  # steps that are watched write to it
-        return _watched_and_planned(spec, refused)
+    with python_state_kept(spec.model, spec.loss_fn) as state:  # steps that are watched write to it
+        return _watched_and_planned(spec, refused, state)
 
 
-def _watched_and_planned(spec: StepSpec, refused: CaptureError) -> PartsModule:
+def _watched_and_planned(spec: StepSpec, refused: CaptureError, state: PythonState) -> PartsModule:
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
     with stages.stage("capture", f"watching a step of {name}, which is no one graph"):
         try:
@@ -59,7 +59,7 @@ def _watched_and_planned(spec: StepSpec, refused: CaptureError) -> PartsModule:
         except Exception as error:  # eager itself does not run it, or not to the end
             raise refused from error
     try:
-        found, module, checked = _kept_to_budget(spec, choices, stages)
+        found, module, checked = _kept_to_budget(spec, choices, state, stages)
     except BudgetError as error:
         why = f"Each of {name}'s modules runs once, or again as a whole"
         if not choices.parts:
@@ -73,7 +73,7 @@ def _watched_and_planned(spec: StepSpec, refused: CaptureError) -> PartsModule:
 
 
 def _kept_to_budget(
-    spec: StepSpec, choices: Choices, stages: Stopwatch
+    spec: StepSpec, choices: Choices, state: PythonState, stages: Stopwatch
 ) -> tuple[Result, PartsModule, Check | None]:
     """The cheapest choice whose step keeps to the budget when it is run."""
     is_least, tried = spec.parsed_budget.kind == "min", list[int]()
@@ -85,6 +85,7 @@ def _kept_to_budget(
                 found, again = choices.least()
         if found.schedule is None:
             raise BudgetError(infeasible_text(found))
+        state.restore()  # the module holds what it finds of it, and is to hold no tensor of a step
         module, checked = _module(spec, choices, found, again), None
         if spec.check is not False:
             with stages.stage("check", f"comparing a step of {choices.title} with eager"):

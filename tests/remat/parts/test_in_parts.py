@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import random
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.remat.parts.models import (
     LOSSES,
     ROWS,
     SCALE,
+    WIDTH,
     Around,
     Balanced,
     Branching,
@@ -291,17 +292,16 @@ def test_no_tensor_of_a_step_is_kept_for_the_next() -> None:
 
     class Gating(Tower):
         def forward(self, x: Tensor) -> Tensor:
-            CONTEXT["gate"] = x.mean(0).sigmoid()
+            CONTEXT["gate"] = self.blocks[0].block.norm.weight.sigmoid()
             return super().forward(x)
 
-    module = require_same(Gating(*(Gated() for _ in range(3))), "min")
+    module = planned(Gating(*(Gated() for _ in range(3))), "min")
     assert any(path.count(".") == 1 for path in module.modules_again)
-    CONTEXT.clear()
-    gates: list[weakref.ref[Tensor]] = []
-    for seed in range(3):
+    for seed in range(2):
         module(rows(seed)).backward()
-        gates.append(weakref.ref(CONTEXT["gate"]))
-    assert [gate() is not None for gate in gates] == [False, False, True]
+    gc.collect()  # what is left of the trace
+    held = [one for one in gc.get_objects() if type(one) is Tensor and one.grad_fn is not None]
+    assert [one is CONTEXT["gate"] for one in held if one.shape == (WIDTH,)] == [True]
 
 
 COUNTED: list[int] = []
