@@ -41,6 +41,7 @@ SCHEDULES: dict[str, tuple[Any, bool]] = {
 }
 """The class, and whether the stages of a rank stand in a V."""
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+OF_PLANS = (*PRODUCTS, "aten.linear.default")  # which runs as one of them
 
 
 class Block(nn.Module):
@@ -185,7 +186,7 @@ def _planned(plan: nn.Module) -> int:
         if isinstance(block, RematModule) and block._remat_split:
             graphs = block._remat_split.code.graphs
             parts = (block.forward_module, graphs.inputs, graphs.weights)
-            found += sum(str(n.target) in PRODUCTS for part in parts for n in part.graph.nodes)
+            found += sum(str(n.target) in OF_PLANS for part in parts for n in part.graph.nodes)
     return found
 
 
