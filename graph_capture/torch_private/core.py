@@ -58,6 +58,13 @@ DisableAutocast: Any = _C._DisableAutocast
 DisableTorchFunction: Any = _C.DisableTorchFunction
 
 
+def outside_of_transforms(tensor: Any) -> Any:
+    """The tensor for which one stands inside of `torch.func`'s transforms, such as `vmap`."""
+    while isinstance(tensor, Tensor) and _C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def module_of_op(op: Any) -> str:
     """The module of the Python function that `torch.library.custom_op` made an op of, or ""."""
     known = OPDEFS.get(getattr(op, "_name", "").partition(".")[0])

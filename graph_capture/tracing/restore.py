@@ -18,7 +18,12 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import is_users, line_of_user, source_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem, copied, holds, refill
-from remat.graph_capture.torch_private.core import CallWatcher, FakeTensor, pytree
+from remat.graph_capture.torch_private.core import (
+    CallWatcher,
+    FakeTensor,
+    outside_of_transforms,
+    pytree,
+)
 
 _Attributes = dict[str, tuple[Any, Any]]  # each with a shallow copy if it is a plain container
 
@@ -225,6 +230,7 @@ class NoForeignWrites(CallWatcher):
         is_in_place = is_in_place and name not in _WRITES_NO_VALUES
         targets = args[:1] if is_in_place or name in _IN_PLACE else ()
         for leaf in pytree.tree_leaves([*targets, kwargs.get("out")]):
+            leaf = outside_of_transforms(leaf)  # there, the trace's own are plain tensors to Python
             while isinstance(leaf, FakeTensor):  # the trace's own is a view of a constant, or none
                 leaf = leaf._base
             is_own = type(leaf) in (Tensor, nn.Parameter)
