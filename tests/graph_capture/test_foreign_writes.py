@@ -76,8 +76,8 @@ def test_such_a_write_is_refused(write: str) -> None:
 def gradient_of_what_is_written(model: Any, h: Tensor) -> object:
     def energy(one: Tensor) -> Tensor:
         made = torch.zeros_like(one)
-        made += torch.tanh(model.linear(one)).mul_(2)
-        return made.sum()
+        made += model.linear(one).mul_(2)
+        return made.square().sum()
 
     return torch.func.grad(energy)(h)
 
