@@ -57,6 +57,9 @@ saved_tensor_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_defa
 DisableAutocast: Any = _C._DisableAutocast
 DisableTorchFunction: Any = _C.DisableTorchFunction
 
+storage_of_pointer: Callable[[int], Any] = torch.UntypedStorage._new_with_weak_ptr
+"""The storage to which a `StorageWeakRef` has a pointer, or None where it is gone."""
+
 
 def outside_of_transforms(tensor: Any) -> Any:
     """The tensor for which one stands inside of `torch.func`'s transforms, such as `vmap`."""

@@ -234,21 +234,21 @@ class NoForeignWrites(CallWatcher):
             while isinstance(leaf, FakeTensor):  # the trace's own is a view of a constant, or none
                 leaf = leaf._base
             is_own = type(leaf) in (Tensor, nn.Parameter)
-            if isinstance(leaf, Tensor) and is_own and (line := line_of_user()):
-                raise self._refused(leaf, line)
+            if isinstance(leaf, Tensor) and is_own and line_of_user():
+                raise self.refused(leaf)
         return func(*args, **kwargs)
 
-    def _refused(self, tensor: Tensor, line: str) -> CaptureError:
+    def refused(self, tensor: Tensor) -> CaptureError:
         name = next(self._names_of(tensor), f"a tensor of shape {list(tensor.shape)}")
         owner, _, of = name.rpartition(".")
+        it = of if of in _STATISTICS else "it"
         # Those of a batch norm that is not a submodule: they are buffers already.
         way = f"register {name} as a buffer (register_buffer) of the model, or pass it to forward"
         if of in _STATISTICS:
             way = f"call eval() on {owner}, or make it a submodule of the model"
         return CaptureError(
-            f"{way}: forward of {self.kind} writes into "
-            f"{of if of in _STATISTICS else 'it'}{line}, which is neither parameter, buffer nor "
-            "argument of the step, so a plan's step would not"
+            f"{way}: forward of {self.kind} writes into {it}{line_of_user()}, which is neither "
+            "parameter, buffer nor argument of the step, so a plan's step would not"
         )
 
     def _names_of(self, tensor: Tensor) -> Iterator[str]:

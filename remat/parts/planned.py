@@ -19,11 +19,12 @@ from remat.graph_capture.refusals import is_all_frozen
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.left_out import as_outputs
 from remat.graph_capture.tracing.resident import resident_bytes
-from remat.graph_capture.tracing.restore import restored_after
+from remat.graph_capture.tracing.restore import NoForeignWrites, restored_after
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import with_loss, without_own_hooks
 from remat.parts.choice import Choices, parts_of
 from remat.parts.module import PartsModule, make_in_parts, modes_of
+from remat.parts.outside_writes import OutsideWrites
 from remat.parts.watched import watched_steps
 from remat.progress import Stopwatch, stopwatch_of_call
 from remat.rewriter.checking.check import eager_run
@@ -41,15 +42,19 @@ def planned_in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     cannot be planned, or none can and the step does not fit as it is."""
     if not _may_be(spec, refused):
         raise refused
-    with python_state_kept(spec.model, spec.loss_fn):  # steps that are watched write to it
-        return _watched_and_planned(spec, refused)
+    with python_state_kept(spec.model, spec.loss_fn) as state:  # watched steps write to it
+        return _watched_and_planned(spec, refused, NoForeignWrites(type(spec.model).__name__, state))
 
 
-def _watched_and_planned(spec: StepSpec, refused: CaptureError) -> PartsModule:
+def _watched_and_planned(
+    spec: StepSpec, refused: CaptureError, names: NoForeignWrites
+) -> PartsModule:
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
     with stages.stage("capture", f"watching a step of {name}, which is no one graph"):
         try:
-            choices = _choices_of(spec)
+            choices = _choices_of(spec, names)
+        except CaptureError:
+            raise
         except Exception as error:  # eager itself does not run it, or not to the end
             raise refused from error
     try:
@@ -114,7 +119,7 @@ def _tree(spec: StepSpec) -> Any:
     return spec.args, dict(spec.kwargs or {}), spec.target
 
 
-def _choices_of(spec: StepSpec) -> Choices:
+def _choices_of(spec: StepSpec, names: NoForeignWrites) -> Choices:
     model, loss_fn, outputs = spec.model, spec.loss_fn, as_outputs(spec.outputs)
     meter, batch = meter_of(resolved_device(None, model)), OwnBatch(_tree(spec))
     whole = with_loss(model, loss_fn)
@@ -128,10 +133,13 @@ def _choices_of(spec: StepSpec) -> Choices:
         stack.enter_context(without_own_hooks(model))
         state = StepState(whole, batch.leaves, meter.device, keep_parameters=True)
         stack.enter_context(state.put_back())
+        writes = OutsideWrites((batch.leaves, *whole.parameters(), *whole.buffers()), names)
+        stack.callback(writes.put_back)
         watched = watched_steps(
             model, meter,
             lambda between: eager_run(model, batch, loss_fn, outputs, between)(),
             lambda run: state.prepared(run, spec.accumulate),
+            writes,
         )  # fmt: skip
     resident = replace(resident, libraries_bytes=meter.library_bytes())
     parts = parts_of(watched, meter.device)

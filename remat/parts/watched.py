@@ -33,6 +33,7 @@ from remat.graph_capture.tracing.blocks import forward_wrapped
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.graph_capture.tracing.restore import ModuleAttributes, streams
+from remat.parts.outside_writes import OutsideWrites
 from remat.rewriter.checking.outcomes import fingerprint
 
 BACKWARD = "backward"  # the moment at which backward begins
@@ -105,9 +106,11 @@ def _calls(model: nn.Module, around: _Around) -> Generator[dict[CallKey, ModuleC
 
 
 def watched_steps(
-    model: nn.Module, meter: Meter, step: _Step, prepared: Callable[[Callable[[], Any]], Any]
-) -> WatchedStep:
-    """`prepared` puts the state back, and runs what it is given."""
+    model: nn.Module, meter: Meter, step: _Step, prepared: Callable[[Callable[[], Any]], Any],
+    writes: OutsideWrites,
+) -> WatchedStep:  # fmt: skip
+    """`prepared` puts the state back, and runs what it is given. A step that `writes` to tensors
+    outside of the state is refused."""
 
     def run(
         around: _Around | None = None, before_backward: Callable[[], None] = lambda: None
@@ -119,8 +122,19 @@ def watched_steps(
         return calls
 
     looks = _PythonLooks(model)
-    tried = functools.partial(run, functools.partial(_trying, looks), looks.backward_begins)
+
+    def tried() -> Any:
+        with contextlib.ExitStack() as forward:
+
+            def backward_begins() -> None:
+                forward.close()  # backward adds to gradients
+                looks.backward_begins()
+
+            forward.enter_context(writes)
+            return run(functools.partial(_trying, looks), backward_begins)
+
     calls: dict[CallKey, ModuleCall] = prepared(tried)
+    writes.require_none()
     looks.compare()
     del looks, tried  # they hold tensors
     for _ in range(_TIMED):
