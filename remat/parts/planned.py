@@ -43,7 +43,8 @@ def planned_in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     if not _may_be(spec, refused):
         raise refused
     with python_state_kept(spec.model, spec.loss_fn) as state:  # watched steps write to it
-        return _watched_and_planned(spec, refused, NoForeignWrites(type(spec.model).__name__, state))
+        names = NoForeignWrites(type(spec.model).__name__, state)
+        return _watched_and_planned(spec, refused, names)
 
 
 def _watched_and_planned(

@@ -87,7 +87,7 @@ def rows_that_are_written(model: Any, h: Tensor) -> object:
 
 
 @pytest.mark.parametrize("write", [gradient_of_what_is_written, rows_that_are_written])
-def test_what_a_transform_makes_is_written_as_before(write: Callable[[Any, Tensor], object]) -> None:
+def test_what_a_transform_makes_is_written(write: Callable[[Any, Tensor], object]) -> None:
     assert remat.capture(Net(write), (torch.randn(4, WIDTH),)).ops
 
 
