@@ -28,7 +28,7 @@ from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
 from remat.graph_capture.python_state.module_hooks import FORWARD_HOOKS
 from remat.graph_capture.python_state.state_guards import Change, PythonState
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem, is_same
-from remat.graph_capture.torch_private.core import OpWatcher, pytree
+from remat.graph_capture.torch_private.core import OpWatcher, innermost_transform, pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.resident import storage_bytes
@@ -91,6 +91,9 @@ def _calls(model: nn.Module, around: _Around) -> Generator[dict[CallKey, ModuleC
         found[call.key] = call
         opened.append(call.key)
         try:
+            if innermost_transform() is not None:  # its tensors have no storages to look at
+                call.why_not = "a transform of torch.func calls it"
+                return forward(*args, **kwargs)
             with around(call, module, (args, kwargs)) as results:
                 output = forward(*args, **kwargs)
                 results.append(output)
