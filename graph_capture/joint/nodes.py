@@ -206,7 +206,9 @@ def bits_of(tensor: Tensor) -> Tensor:
     """A tensor's bytes in the order of its elements, shape (bytes,), uint8, copied only if needed.
     For comparisons, as a NaN equals a NaN of the same bits."""
     # One element is contiguous at any stride, 0 if expanded; `view` to another dtype needs 1.
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    # Zeros that forward-mode derivatives make are without bytes until they are copied.
+    plain = plain.clone() if plain._is_zerotensor() else plain.contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 

@@ -56,6 +56,18 @@ will_execute_node: Callable[[Any], bool] = _C._will_engine_execute_node
 saved_tensor_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 DisableAutocast: Any = _C._DisableAutocast
 DisableTorchFunction: Any = _C.DisableTorchFunction
+innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
+"""That of `torch.func` in which code runs, such as `vmap`, or None."""
+
+storage_of_pointer: Callable[[int], Any] = torch.UntypedStorage._new_with_weak_ptr
+"""The storage to which a `StorageWeakRef` has a pointer, or None where it is gone."""
+
+
+def outside_of_transforms(tensor: Any) -> Any:
+    """The tensor for which one stands inside of `torch.func`'s transforms, such as `vmap`."""
+    while isinstance(tensor, Tensor) and _C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def module_of_op(op: Any) -> str:

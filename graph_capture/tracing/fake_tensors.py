@@ -299,7 +299,10 @@ def _decomposed() -> tuple[Any, ...]:
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     # Torch's own copies where nothing is dropped; in eager, a later write reaches the input too.
-    return aten.native_dropout(x, p, train)[0] if train and p else x
+    if not (train and p):
+        return x
+    # Torch's own draws a mask where all is dropped; eager multiplies by zero.
+    return x * x.new_zeros(()) if p == 1 else aten.native_dropout(x, p, train)[0]
 
 
 # What CUDA runs where a CPU has other kernels: as in `SoftMax.cpp`, `attention.cpp` and

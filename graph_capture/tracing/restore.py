@@ -18,7 +18,12 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import is_users, line_of_user, source_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem, copied, holds, refill
-from remat.graph_capture.torch_private.core import CallWatcher, FakeTensor, pytree
+from remat.graph_capture.torch_private.core import (
+    CallWatcher,
+    FakeTensor,
+    outside_of_transforms,
+    pytree,
+)
 
 _Attributes = dict[str, tuple[Any, Any]]  # each with a shallow copy if it is a plain container
 
@@ -225,24 +230,25 @@ class NoForeignWrites(CallWatcher):
         is_in_place = is_in_place and name not in _WRITES_NO_VALUES
         targets = args[:1] if is_in_place or name in _IN_PLACE else ()
         for leaf in pytree.tree_leaves([*targets, kwargs.get("out")]):
+            leaf = outside_of_transforms(leaf)  # there, the trace's own are plain tensors to Python
             while isinstance(leaf, FakeTensor):  # the trace's own is a view of a constant, or none
                 leaf = leaf._base
             is_own = type(leaf) in (Tensor, nn.Parameter)
-            if isinstance(leaf, Tensor) and is_own and (line := line_of_user()):
-                raise self._refused(leaf, line)
+            if isinstance(leaf, Tensor) and is_own and line_of_user():
+                raise self.refused(leaf)
         return func(*args, **kwargs)
 
-    def _refused(self, tensor: Tensor, line: str) -> CaptureError:
+    def refused(self, tensor: Tensor) -> CaptureError:
         name = next(self._names_of(tensor), f"a tensor of shape {list(tensor.shape)}")
         owner, _, of = name.rpartition(".")
+        it = of if of in _STATISTICS else "it"
         # Those of a batch norm that is not a submodule: they are buffers already.
         way = f"register {name} as a buffer (register_buffer) of the model, or pass it to forward"
         if of in _STATISTICS:
             way = f"call eval() on {owner}, or make it a submodule of the model"
         return CaptureError(
-            f"{way}: forward of {self.kind} writes into "
-            f"{of if of in _STATISTICS else 'it'}{line}, which is neither parameter, buffer nor "
-            "argument of the step, so a plan's step would not"
+            f"{way}: forward of {self.kind} writes into {it}{line_of_user()}, which is neither "
+            "parameter, buffer nor argument of the step, so a plan's step would not"
         )
 
     def _names_of(self, tensor: Tensor) -> Iterator[str]:

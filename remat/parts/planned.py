@@ -19,11 +19,12 @@ from remat.graph_capture.refusals import BY_REMATERIALIZE, is_all_frozen
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.left_out import as_outputs
 from remat.graph_capture.tracing.resident import resident_bytes
-from remat.graph_capture.tracing.restore import restored_after
+from remat.graph_capture.tracing.restore import NoForeignWrites, restored_after
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import with_loss, without_own_hooks
 from remat.parts.choice import Choices, parts_of
 from remat.parts.module import PartsModule, make_in_parts, modes_of
+from remat.parts.outside_writes import OutsideWrites
 from remat.parts.watched import watched_steps
 from remat.progress import Stopwatch, stopwatch_of_call
 from remat.rewriter.checking.check import eager_run
@@ -47,7 +48,7 @@ def planned_in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     if options := [option(name) for name in asked if name not in _IN_PARTS_TOO]:
         refused.add_note(f"Leave out {', '.join(options)} to plan it in parts.")
         raise refused
-    with python_state_kept(spec.model, spec.loss_fn) as state:  # steps that are watched write to it
+    with python_state_kept(spec.model, spec.loss_fn) as state:  # watched steps write to it
         return _watched_and_planned(spec, refused, state)
 
 
@@ -55,7 +56,9 @@ def _watched_and_planned(spec: StepSpec, refused: CaptureError, state: PythonSta
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
     with stages.stage("capture", f"watching a step of {name}, which is no one graph"):
         try:
-            choices = _choices_of(spec)
+            choices = _choices_of(spec, state)
+        except CaptureError:
+            raise
         except Exception as error:  # eager itself does not run it, or not to the end
             raise refused from error
     try:
@@ -118,7 +121,7 @@ def _tree(spec: StepSpec) -> Any:
     return spec.args, dict(spec.kwargs or {}), spec.target
 
 
-def _choices_of(spec: StepSpec) -> Choices:
+def _choices_of(spec: StepSpec, python: PythonState) -> Choices:
     model, loss_fn, outputs = spec.model, spec.loss_fn, as_outputs(spec.outputs)
     meter, batch = meter_of(resolved_device(None, model)), OwnBatch(_tree(spec))
     whole = with_loss(model, loss_fn)
@@ -132,10 +135,14 @@ def _choices_of(spec: StepSpec) -> Choices:
         stack.enter_context(without_own_hooks(model))
         state = StepState(whole, batch.leaves, meter.device, keep_parameters=True)
         stack.enter_context(state.put_back())
+        names = NoForeignWrites(type(model).__name__, python)
+        writes = OutsideWrites((batch.leaves, *whole.parameters(), *whole.buffers()), names)
+        stack.callback(writes.put_back)
         watched = watched_steps(
             model, meter,
             lambda between: eager_run(model, batch, loss_fn, outputs, between)(),
             lambda run: state.prepared(run, spec.accumulate),
+            writes,
         )  # fmt: skip
     resident = replace(resident, libraries_bytes=meter.library_bytes())
     parts = parts_of(watched, meter.device)

@@ -28,11 +28,12 @@ from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
 from remat.graph_capture.python_state.module_hooks import FORWARD_HOOKS
 from remat.graph_capture.python_state.state_guards import Change, PythonState
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem, is_same
-from remat.graph_capture.torch_private.core import OpWatcher, pytree
+from remat.graph_capture.torch_private.core import OpWatcher, innermost_transform, pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.graph_capture.tracing.restore import ModuleAttributes, streams
+from remat.parts.outside_writes import OutsideWrites
 from remat.rewriter.checking.outcomes import fingerprint
 
 BACKWARD = "backward"  # the moment at which backward begins
@@ -90,6 +91,9 @@ def _calls(model: nn.Module, around: _Around) -> Generator[dict[CallKey, ModuleC
         found[call.key] = call
         opened.append(call.key)
         try:
+            if innermost_transform() is not None:  # its tensors have no storages to look at
+                call.why_not = "a transform of torch.func calls it"
+                return forward(*args, **kwargs)
             with around(call, module, (args, kwargs)) as results:
                 output = forward(*args, **kwargs)
                 results.append(output)
@@ -105,9 +109,11 @@ def _calls(model: nn.Module, around: _Around) -> Generator[dict[CallKey, ModuleC
 
 
 def watched_steps(
-    model: nn.Module, meter: Meter, step: _Step, prepared: Callable[[Callable[[], Any]], Any]
-) -> WatchedStep:
-    """`prepared` puts the state back, and runs what it is given."""
+    model: nn.Module, meter: Meter, step: _Step, prepared: Callable[[Callable[[], Any]], Any],
+    writes: OutsideWrites,
+) -> WatchedStep:  # fmt: skip
+    """`prepared` puts the state back, and runs what it is given. A step that `writes` to tensors
+    outside of the state is refused."""
 
     def run(
         around: _Around | None = None, before_backward: Callable[[], None] = lambda: None
@@ -118,11 +124,7 @@ def watched_steps(
             step(before_backward)
         return calls
 
-    looks = _PythonLooks(model)
-    tried = functools.partial(run, functools.partial(_trying, looks), looks.backward_begins)
-    calls: dict[CallKey, ModuleCall] = prepared(tried)
-    looks.compare()
-    del looks, tried  # they hold tensors
+    calls = _calls_of_a_try(_PythonLooks(model), run, prepared, writes)
     for _ in range(_TIMED):
         timed: dict[CallKey, ModuleCall] = prepared(lambda: run(functools.partial(_timed, meter)))
         for key, call in calls.items():
@@ -142,6 +144,28 @@ def watched_steps(
         return run(moments.of_call, backward_begins)
 
     return WatchedStep(calls, prepared(lambda: meter.moments(named)), step_us)
+
+
+def _calls_of_a_try(
+    looks: _PythonLooks, run: Callable[..., Any], prepared: Callable[[Callable[[], Any]], Any],
+    writes: OutsideWrites,
+) -> dict[CallKey, ModuleCall]:  # fmt: skip
+    """The calls of a step, with what tells whether each may run twice."""
+
+    def step() -> Any:
+        with contextlib.ExitStack() as forward:
+            forward.enter_context(writes)
+
+            def backward_begins() -> None:
+                forward.close()  # backward adds to gradients
+                looks.backward_begins()
+
+            return run(functools.partial(_trying, looks), backward_begins)
+
+    calls: dict[CallKey, ModuleCall] = prepared(step)
+    writes.require_none()
+    looks.compare()
+    return calls
 
 
 @contextlib.contextmanager

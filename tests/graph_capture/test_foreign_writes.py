@@ -56,6 +56,7 @@ WRITES: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
     "by torch's own code": ("plain", lambda m, h: nn.init.ones_(m.plain)),
     "a module beside": (r"norms\[0\]", lambda m, h: m.norms[0](h)),
     "parameters beside": (r"average\[0\]\.weight", averaged),
+    "inside of a transform": ("COUNTER", lambda m, h: torch.vmap(lambda one: one.add_(1))(COUNTER)),
     "through .data": ("neither a parameter", lambda m, h: m.plain.data.__setitem__(0, 3.0)),
 }
 
@@ -70,6 +71,24 @@ def test_such_a_write_is_refused(write: str) -> None:
     assert "entirely functional" not in str(said.value)
     assert "test_foreign_writes.py" in str(said.value)
     assert torch.equal(before, TRACKER["aux"])
+
+
+def gradient_of_what_is_written(model: Any, h: Tensor) -> object:
+    def energy(one: Tensor) -> Tensor:
+        made = torch.zeros_like(one)
+        made += model.linear(one).mul_(2)
+        return made.square().sum()
+
+    return torch.func.grad(energy)(h)
+
+
+def rows_that_are_written(model: Any, h: Tensor) -> object:
+    return torch.vmap(lambda one: model.linear(one).mul_(one))(h)
+
+
+@pytest.mark.parametrize("write", [gradient_of_what_is_written, rows_that_are_written])
+def test_what_a_transform_makes_is_written(write: Callable[[Any, Tensor], object]) -> None:
+    assert remat.capture(Net(write), (torch.randn(4, WIDTH),)).ops
 
 
 def test_buffers_arguments_and_tensors_of_forward_are_written_as_before() -> None:

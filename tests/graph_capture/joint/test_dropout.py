@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import remat
 from remat.graph_capture import trace
 from remat.graph_capture.joint.exact_ops import DROPOUT, DROPOUT_BACKWARD, scale_of_eager
+from tests.beside_eager import same_bits as same_step
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -78,3 +80,19 @@ def test_all_that_draws_is_changed(p: float, *, is_ours: bool) -> None:
     graph = trace(model, (torch.randn(2, 4),)).graph
     targets = {op.target for op in graph.ops}
     assert ({"remat.dropout.default", "remat.dropout_backward.default"} <= targets) == is_ours
+
+
+class DropsAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        all_dropped, half_dropped = nn.Dropout(1.0), nn.Dropout(0.5)
+        self.layers = nn.Sequential(nn.Linear(4, 4), all_dropped, nn.Linear(4, 4), half_dropped)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).sum()
+
+
+def test_nothing_is_drawn_where_all_is_dropped() -> None:
+    model, batch = DropsAll(), (torch.randn(2, 4),)
+    module = remat.rematerialize(model, batch, budget="100%", check=False, verbose=False)
+    assert same_step(model, module, batch)

@@ -57,3 +57,15 @@ def test_a_number_that_torch_expands_is_known() -> None:
     model, x = Middle(), torch.randn(4, 8)
     fast = remat.rematerialize(model, (x,), budget="100%")
     assert torch.equal(fast(x), model(x))
+
+
+def test_zeros_of_a_forward_mode_derivative_have_bits() -> None:
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.jvp(self.layers, (x,), (torch.ones_like(x),))[1].sum()
+
+    assert remat.capture(Slope(), (torch.randn(2, 4),)).ops
