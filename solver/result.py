@@ -106,6 +106,26 @@ def without_fit(
     )  # fmt: skip
 
 
+def with_weaker_proofs(result: Result, least_us: float, without: str) -> Result:
+    """What a solver proves that leaves some plans out, as a proof for all; its schedule stays.
+
+    `least_us` is a bound for all, and `without` names what the plans have that it leaves out.
+    """
+    if result.schedule is None:
+        text = result.message
+        if text and not text.startswith((OUT_OF_TIME, INTERRUPTED)):
+            text = f"Without {without}: {text}"
+        status = "none found" if result.status == "infeasible" else result.status
+        return msgspec.structs.replace(
+            result, status=status, lower_bound_us=least_us, least_bound_bytes=0, floor=None,
+            message=text,
+        )  # fmt: skip
+    proved = result.time_us <= least_us * (1 + 1e-9)
+    status = "feasible" if result.status == "optimal" and not proved else result.status
+    bound_us = min(least_us, result.time_us)
+    return msgspec.structs.replace(result, status=status, lower_bound_us=bound_us, floor=None)
+
+
 def update_peak_bytes(graph: TrainingGraph) -> int:
     """What is in memory while the optimizer steps; 0 where it takes nothing for itself."""
     resident = graph.resident

@@ -17,12 +17,12 @@ from typing import NamedTuple, cast
 import msgspec
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
-from remat.schedules.derived import in_chunks, unchunked, with_choices
+from remat.schedules.derived import fastest_us, in_chunks, unchunked, with_choices
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.value_report.globs import names_module, why_not_again
 from remat.solver.reductions.reduction import Question, Reduction, Rest, within_its_limit
-from remat.solver.result import evaluate_schedule
+from remat.solver.result import evaluate_schedule, with_weaker_proofs
 from remat.solver.search import Clock
 from remat.solver.stopping import DEFAULT_GAP, gap_for
 from remat.solver.table import TAKE_CHUNKS, check_number, option_names
@@ -197,14 +197,15 @@ _NEAR, _TIGHT = 2, 1
 
 
 class WholeRegions(Reduction[None]):
-    """Hides regions from solvers that plan none in chunks."""
+    """Hides regions from solvers that plan none in chunks, and weakens what these prove."""
 
     def accepts(self, question: Question) -> bool:
         return bool(question.graph.regions) and question.solver not in TAKE_CHUNKS
 
     def solve(self, question: Question, rest: Rest) -> Result:
         # The hash stays: schedules are of the captured graph.
-        return rest(replace(question, graph=unchunked(question.graph)))
+        found = rest(replace(question, graph=unchunked(question.graph)))
+        return with_weaker_proofs(found, fastest_us(question.graph), "chunks")
 
 
 class ChunkedRegions(Reduction[None]):

@@ -17,6 +17,7 @@ from remat.solver.result import (
     NONE_FITS,
     OUT_OF_TIME,
     least_budget_message,
+    with_weaker_proofs,
     without_least_budget,
 )
 from remat.solver.search import is_interrupted
@@ -102,26 +103,11 @@ def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
     )  # fmt: skip
 
 
-# What holds, for a graph that is planned with copies, of solvers that copy nothing.
-
-_ALONE = "Without copies"  # how a proof begins that holds for recomputation alone
-
-
 class WithoutCopies(Reduction[None]):
-    """Weakens what a solver proves that does not know of copies; its schedule stays."""
+    """Weakens what a solver proves that does not know of copies."""
 
     def accepts(self, question: Question) -> bool:
         return can_copy(question.graph) and not plans_copies(question.solver)
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        graph, result = question.graph, rest(question)
-        if result.schedule is None:
-            # Proofs hold without copies alone: of a bound each op's time once is left.
-            text = f"{_ALONE}: {result.message}" if result.message else ""
-            return msgspec.structs.replace(
-                result, lower_bound_us=graph.time_us, least_bound_bytes=0, floor=None, message=text
-            )
-        proved = result.time_us <= graph.time_us * (1 + 1e-9)
-        status = "feasible" if result.status == "optimal" and not proved else result.status
-        bound_us = min(graph.time_us, result.time_us)
-        return msgspec.structs.replace(result, status=status, lower_bound_us=bound_us, floor=None)
+        return with_weaker_proofs(rest(question), question.graph.time_us, "copies")

@@ -133,8 +133,18 @@ def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
             )
         else:
             found.append(step)
+        # A gradient that a run for other outputs makes anew is dropped later: only then.
+        for value in _made(problem, step):
+            frees = waiting.get(held.get(value, 0), [])
+            frees[:] = (one for one in frees if freed_value(one) != value)
         found += waiting.pop(at, ())
     return found
+
+
+def _made(problem: Problem, step: Step) -> tuple[str, ...]:
+    if not isinstance(step, Compute):
+        return ()
+    return problem.graph.ops[problem.graph.op_index[step.op]].outputs
 
 
 def _last_reads(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
@@ -154,10 +164,8 @@ def _last_reads(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
 def _brings(problem: Problem, step: Step, held: dict[str, int], at: int) -> bool:
     """Whether a step brings back a value that still waits to be dropped."""
     waiting = {name for name, end in held.items() if end > at}
-    if isinstance(step, Compute):
-        outputs = problem.graph.ops[problem.graph.op_index[step.op]].outputs
-        return bool(outputs) and waiting.issuperset(outputs)
-    return fetched_value(step) in waiting
+    made = _made(problem, step)
+    return waiting.issuperset(made) if made else fetched_value(step) in waiting
 
 
 _ROUNDS = 5  # how often a solver is asked for one budget

@@ -56,6 +56,20 @@ def test_chunks_that_are_faster_are_taken_at_any_budget() -> None:
     assert result.lower_bound_us <= result.time_us
 
 
+@pytest.mark.parametrize("solver", ["checkmate", "msps", "store_all"])
+def test_what_holds_for_whole_regions_is_no_proof_beside_chunks(solver: str) -> None:
+    graph = region_graph(cost_of_chunks_us=-4.0)
+    found = solve_within(graph, 1000 * MIB, solver, time_limit_s=AMPLE_S)
+    assert found.time_us > found.lower_bound_us == fastest_us(graph)
+    assert found.status == "feasible"
+    lost = solve_within(graph, 40 * MIB, solver, time_limit_s=AMPLE_S)
+    assert solve_within(graph, 40 * MIB).schedule is not None
+    assert lost.status == "none found"
+    assert lost.message == "" or lost.message.startswith("Without chunks: ")
+    assert lost.lower_bound_us <= fastest_us(graph)
+    assert lost.least_bound_bytes == 0
+
+
 def test_too_little_names_the_least_of_all_choices() -> None:
     graph = region_graph()
     lost = solve_within(graph, 5 * MIB)

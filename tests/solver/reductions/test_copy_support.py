@@ -176,6 +176,25 @@ def test_an_update_waits_for_a_later_read_with_its_gradient() -> None:
     assert simulate(graph, Schedule.for_graph(graph, steps)).moved_bytes["d2h"] == 100
 
 
+@pytest.mark.parametrize("last", ["gw", "b"])
+def test_a_gradient_made_anew_beside_another_output_is_dropped_once(last: str) -> None:
+    """Of an op that reads w and runs again, as the last reader of w or before it."""
+    graph, gx = update_graph(), Value("gx", 20, "gw")
+    changed = {"gw": {"inputs": ("t", "va", "w"), "outputs": ("gw", "gx")},
+               "ga": {"inputs": ("t", "vb", "big", "gx")}}  # fmt: skip
+    ops = (msgspec.structs.replace(op, **changed.get(op.name, {})) for op in graph.ops)
+    graph = msgspec.structs.replace(graph, ops=tuple(ops), values=(*graph.values, gx))
+    steps = late_read()
+    steps.insert(steps.index(Free("gw")), Free("gx"))
+    at = steps.index(Compute("b"), 5) + (last == "gw")
+    steps[at:at] = [Compute("gw"), Free("gw")]
+    steps.append(Free("gx"))
+    placed = late_steps(Problem.of(graph), steps)
+    assert placed.index(Compute("update")) == placed.index(Compute(last), 9) + 1
+    assert placed.count(Free("gw")) == 1
+    simulate(with_links(graph), Schedule.for_graph(graph, placed))
+
+
 def test_a_gradient_that_comes_back_before_its_late_update_is_refused() -> None:
     graph = with_links(update_graph())
     steps = late_read()
