@@ -78,7 +78,11 @@ def _optimizer_in_backward_of(
     from remat.graph_capture.tracing.step_module import with_loss
 
     require_known(optimizer)
-    device, parameters = resolved_device(None, model), _parameters(model, loss_fn)
+    device, first = resolved_device(None, model), dict[int, str]()
+    by_path = _parameters(model, loss_fn)
+    for path, one in by_path.items():
+        first.setdefault(id(one), path)
+    parameters = {path: by_path[path] for path in first.values()}
     _refuse_parts(model)
     require_own_storages({**parameters, **dict(with_loss(model, loss_fn).named_buffers())})
     costs = UpdateCosts(optimizer, parameters, meter_of(device), allocator_rounding(device))
@@ -87,9 +91,17 @@ def _optimizer_in_backward_of(
             "make the optimizer of model.parameters(): it has no parameter of this "
             f"{type(model).__name__}"
         )
+    # A trace may know a module that stands at two paths by the second.
+    known = {path: first[id(one)] for path, one in by_path.items() if first[id(one)] in costs.of}
+
+    def as_measured(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(known[path] for path in paths)
+
     return GradientRelease(
-        is_added=accumulate, updates=tuple(costs.of), together=costs.together,
-        together_us=costs.together_us, state_bytes=costs.state_bytes(),
+        is_added=accumulate, updates=tuple(known),
+        together=lambda paths: costs.together(as_measured(paths)),
+        together_us=lambda paths: costs.together_us(as_measured(paths)),
+        state_bytes=costs.state_bytes(),
     )  # fmt: skip
 
 
@@ -128,12 +140,13 @@ def planned_optimizer_in_backward(
 
 
 def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, nn.Parameter]:
-    """The parameters of the step by the paths that users know."""
+    """The parameters of the step by the paths that users know, each by all of its paths."""
     from remat.graph_capture.joint.provenance import path_in_model
     from remat.graph_capture.tracing.step_module import with_loss
 
     step = with_loss(model, loss_fn)
-    return {n if step is model else path_in_model(n): p for n, p in step.named_parameters()}
+    named = step.named_parameters(remove_duplicate=False)
+    return {name if step is model else path_in_model(name): one for name, one in named}
 
 
 def require_updates_in_backward(spec: StepSpec) -> None:

@@ -247,6 +247,36 @@ def test_parameters_that_the_optimizer_lacks_keep_their_gradients() -> None:
             assert torch.equal(parameter.grad, before[name].grad)  # pyright: ignore
 
 
+class AtTwoPaths(nn.Module):
+    """Its first layer stands at two paths, and runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8)
+        self.layers = nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_parameters_of_a_module_at_two_paths_are_updated_too(accumulate: bool) -> None:
+    model, args = AtTwoPaths(), (torch.randn(4, 8),)
+    eager = copy.deepcopy(model)
+    own, beside = (AdamW(one.parameters(), lr=1e-2) for one in (model, eager))
+    fast = remat.rematerialize(
+        model, args, optimizer_in_backward=own, budget="100%", accumulate=accumulate, gap=GAP
+    )
+    for _ in range(3):
+        fast(*args).backward()
+        assert [p.grad for p in model.parameters()] == [None] * 4  # and no step of the optimizer
+        eager(*args).backward()
+        beside.step()
+        beside.zero_grad()
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))
+
+
 def test_no_other_backward_updates() -> None:
     model, fast, _, args = planned(check=False)
     before = [p.detach().clone() for p in model.parameters()]
